@@ -1,0 +1,88 @@
+"""Every error a user can meet: one tree, one shape.
+
+An error says what is wrong, where, with the numbers, and the next command:
+
+    model-00002-of-000003.safetensors: 100 bytes short
+      where: /data/kimi/model-00002-of-000003.safetensors (has 4,999,819,236 bytes, its header needs 4,999,819,336)
+      hint:  download this shard again: moepress pull moonshotai/Kimi-K2-Instruct /data/kimi
+
+The exit code belongs to the class: 1 means "the thing you asked about is not as it should be" (a failed check, a failed
+gate), 2 means "it could not be done" (bad input, a full disk, a refused plan).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MoepressError(Exception):
+    """Base of every error moepress raises on purpose.
+
+    Args:
+        what: one sentence, the fact that is wrong, with its numbers.
+        where: the file, tensor, field or option it is about.
+        hint: what to do next, best a command that can be pasted.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.hint:
+            lines.append(f"  hint:  {self.hint}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, object]:
+        """The same facts for ``--json``."""
+        return {"error": type(self).__name__, "what": self.what, "where": self.where, "hint": self.hint}
+
+
+class FormatError(MoepressError):
+    """Bytes that are not what their format says: headers, shards, indexes, scales, packed words."""
+
+
+class CheckpointError(MoepressError):
+    """A checkpoint as a whole is incomplete, contradictory, or of a kind we do not know."""
+
+
+class RecipeError(MoepressError):
+    """A recipe that does not say a possible thing. Lists every problem at once.
+
+    Args:
+        problems: (field path, message) pairs, in the recipe's order.
+    """
+
+    def __init__(self, problems: Sequence[tuple[str, str]], *, where: str | None = None, hint: str | None = None) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in the recipe"
+        super().__init__("\n".join([head] + [f"  {path}: {message}" for path, message in self.problems]), where=where, hint=hint)
+
+    def as_json(self) -> dict[str, object]:
+        return {**super().as_json(), "problems": [{"field": path, "message": message} for path, message in self.problems]}
+
+
+class PlanRefused(MoepressError):
+    """The plan cannot work: refused before anything is read or written."""
+
+
+class QuantizeError(MoepressError):
+    """A tensor that cannot be quantized: NaN or inf in the source, an impossible shape."""
+
+
+class ConvertError(MoepressError):
+    """A conversion stopped. What was finished stays; the message says how to resume."""
+
+
+class VerifyFailed(MoepressError):
+    """The output was checked and is not right."""
+
+    exit_code = 1
