@@ -1,0 +1,118 @@
+"""What becomes of every weight, decided from names and headers before any byte is read.
+
+Each logical weight of the source gets exactly one :class:`Decision`, a value with its reason:
+
+    quantize  → integers by the recipe
+    keep      → the source's bytes, unchanged (FP8 codes with their scale, packed INT4, BF16, F32 …)
+    bf16      → FP8 decoded and rounded once to BF16
+
+A weight that no rule covers is an error, and so is a recipe that quantizes nothing: silence is how other tools lost layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from moepress.errors import PlanRefused
+from moepress.formats.checkpoint import Checkpoint
+from moepress.formats.families import Component, Family, Identity, classify
+from moepress.formats.storage import StoredWeight
+from moepress.recipe import Recipe
+
+Action = Literal["quantize", "keep", "bf16"]
+
+FP8_KINDS = frozenset({"fp8_block", "fp8_channel", "fp8_tensor"})
+
+_ALWAYS_KEPT = {
+    Component.ROUTER: "router: 4 bits change which experts a token sees",
+    Component.NORM: "norm: a vector",
+    Component.EMBEDDING: "embedding: kept as in the source",
+    Component.LM_HEAD: "output head: kept as in the source",
+    Component.VISION: "vision tower: kept as in the source",
+    Component.PROJECTOR: "vision projector: kept as in the source",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One weight's fate: ``action`` and the ``reason`` a person would want to read."""
+
+    stored: StoredWeight
+    identity: Identity
+    action: Action
+    reason: str
+
+
+def decide(checkpoint: Checkpoint, storage: dict[str, StoredWeight], family: Family, recipe: Recipe) -> dict[str, Decision]:
+    """One decision for every logical weight of ``storage``.
+
+    Raises:
+        CheckpointError: a name the family does not know (from ``classify``).
+        PlanRefused: nothing would be quantized, or the recipe is for another family.
+    """
+    if family.key not in recipe.families:
+        raise PlanRefused(
+            f"recipe {recipe.name!r} is for {', '.join(recipe.families)}; this checkpoint is {family.key}",
+            where=checkpoint.location,
+            hint="moepress recipes list",
+        )
+    decisions = {}
+    for name, stored in storage.items():
+        identity = classify(family, checkpoint.config, name)
+        action, reason = _rule(stored, identity, recipe)
+        decisions[name] = Decision(stored, identity, action, reason)
+    _refuse_nothing_to_do(checkpoint, decisions)
+    return decisions
+
+
+def _rule(stored: StoredWeight, identity: Identity, recipe: Recipe) -> tuple[Action, str]:
+    """The recipe's rules, first match wins."""
+    if stored.kind == "int4_packed":
+        return "keep", "already packed INT4 in the source: kept bit for bit"
+    if identity.component is Component.ROUTED_EXPERT and len(stored.shape) == 2:
+        return _expert_rule(stored, identity, recipe)
+    if stored.kind not in FP8_KINDS:
+        return "keep", _ALWAYS_KEPT.get(identity.component, f"{identity.component.value}: already {_dtype(stored)} in the source")
+    wish, field = _wish(identity, recipe)
+    if wish == "bf16":
+        return "bf16", f"{field}: bf16"
+    return "keep", f"{field}: source"
+
+
+def _expert_rule(stored: StoredWeight, identity: Identity, recipe: Recipe) -> tuple[Action, str]:
+    if not identity.is_mtp or recipe.mtp.experts == "quantize":
+        return "quantize", f"routed expert: INT{recipe.weights.num_bits}"
+    if recipe.mtp.experts == "bf16" and stored.kind in FP8_KINDS:
+        return "bf16", "mtp.experts: bf16"
+    return "keep", f"mtp.experts: {recipe.mtp.experts}"
+
+
+def _wish(identity: Identity, recipe: Recipe) -> tuple[str, str]:
+    """The recipe's word on an FP8 weight that is not a routed expert."""
+    if identity.is_mtp:
+        return recipe.mtp.rest, "mtp.rest"
+    fields = {
+        Component.ATTENTION: (recipe.rest.attention, "rest.attention"),
+        Component.INDEXER: (recipe.rest.indexer, "rest.indexer"),
+        Component.SHARED_EXPERT: (recipe.rest.shared_experts, "rest.shared_experts"),
+        Component.DENSE_MLP: (recipe.rest.dense_mlp, "rest.dense_mlp"),
+    }
+    return fields.get(identity.component, ("source", f"{identity.component.value}"))
+
+
+def _dtype(stored: StoredWeight) -> str:
+    return stored.parts["weight"].dtype
+
+
+def _refuse_nothing_to_do(checkpoint: Checkpoint, decisions: dict[str, Decision]) -> None:
+    """A run that would change no expert is a mistake, unless the experts are packed INT4 already and are carried as they are."""
+    if any(d.action == "quantize" or d.stored.kind == "int4_packed" for d in decisions.values()):
+        return
+    kinds = Counter(f"{d.identity.component.value} {d.stored.kind}" for d in decisions.values())
+    raise PlanRefused(
+        f"nothing to quantize: no routed expert was found ({', '.join(f'{n} {kind}' for kind, n in kinds.most_common(5))})",
+        where=checkpoint.location,
+        hint=f"moepress inspect {checkpoint.location}",
+    )

@@ -1,0 +1,186 @@
+"""The plan: decisions, name plan, resume key; everything that can be refused is refused here.
+
+The resume key is the SHA-256 of what fixes the output's bytes: the source's fingerprint (names, sizes and headers of its
+shards, its configuration), the recipe with all defaults written out, the name plan, and the version of the pressing code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from moepress.convert.decide import FP8_KINDS, Decision, decide
+from moepress.convert.layout import ShardPlan, assign_shards, plan_outputs
+from moepress.errors import CheckpointError, PlanRefused
+from moepress.formats.architecture import expected_weights
+from moepress.formats.checkpoint import Checkpoint
+from moepress.formats.families import Component, Family, identify_family
+from moepress.formats.runtime_contract import contract_for
+from moepress.formats.storage import StoredWeight, resolve_storage
+from moepress.recipe import Recipe
+
+PRESS_VERSION = 1
+"""Changes when the same recipe and source would press other bytes; then an old run cannot be resumed."""
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What a conversion will do, complete before it starts.
+
+    ``decisions`` is keyed by the source's logical weight name; ``layout`` is the resolved quantization layout.
+    """
+
+    source: str
+    source_fingerprint: str
+    source_bytes: int
+    family: Family
+    recipe: Recipe
+    layout: str
+    decisions: dict[str, Decision]
+    shards: tuple[ShardPlan, ...]
+    side_files: tuple[str, ...]
+    warnings: tuple[str, ...]
+    key: str
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all output tensors, without headers and side files."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def total_parameters(self) -> int:
+        """Logical parameters (packed words count as the weights they hold, scales not at all)."""
+        return sum(_count(decision.stored.shape) for decision in self.decisions.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as it is kept in ``.moepress/plan.json``."""
+        return {
+            "moepress": PRESS_VERSION,
+            "key": self.key,
+            "source": self.source,
+            "source_fingerprint": self.source_fingerprint,
+            "family": self.family.key,
+            "layout": self.layout,
+            "recipe": json.loads(self.recipe.canonical_json()),
+            "output_bytes": self.output_bytes,
+            "shards": [{"name": s.name, "label": s.label, "bytes": s.nbytes, "weights": len(s.weights)} for s in self.shards],
+        }
+
+
+def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
+    """Plans a conversion from headers and configuration; reads no tensor.
+
+    Raises:
+        CheckpointError, PlanRefused: with the first reason why it cannot work.
+    """
+    family = identify_family(checkpoint.config)
+    storage = resolve_storage(checkpoint)
+    check_census(checkpoint, storage)
+    decisions = decide(checkpoint, storage, family, recipe)
+    layout = choose_layout(decisions, family, recipe)
+    suffix = "weight_scale" if layout == "two_groups" else "weight_scale_inv"
+    weights = [(d, plan_outputs(d, recipe, fp8_scale_suffix=suffix)) for d in decisions.values()]
+    shards = assign_shards(weights, shard_size=recipe.output.shard_size)
+    fingerprint = source_fingerprint(checkpoint)
+    return ConversionPlan(
+        source=checkpoint.location,
+        source_fingerprint=fingerprint,
+        source_bytes=checkpoint.total_bytes,
+        family=family,
+        recipe=recipe,
+        layout=layout,
+        decisions=decisions,
+        shards=shards,
+        side_files=checkpoint.side_files,
+        warnings=checkpoint.warnings,
+        key=_key(fingerprint, recipe, layout, shards),
+    )
+
+
+def check_census(checkpoint: Checkpoint, storage: dict[str, StoredWeight]) -> None:
+    """The checkpoint holds exactly the weights its configuration announces: layers, experts and MTP included.
+
+    Raises:
+        CheckpointError: naming up to five missing or unexpected weights, with counts.
+    """
+    expected = {spec.name: spec.shape for spec in expected_weights(checkpoint.config)}
+    missing = [name for name in expected if name not in storage]
+    unexpected = [name for name in storage if name not in expected]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing):,} of {len(expected):,} weights are missing: {_some(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected):,} weights are not announced by config.json: {_some(unexpected)}")
+    wrong = [n for n, shape in expected.items() if n in storage and tuple(storage[n].shape) != tuple(shape)]
+    if wrong:
+        name = wrong[0]
+        problems.append(
+            f"{len(wrong):,} weights have another shape than config.json says: {_some(wrong)}"
+            f" (the first is {list(storage[name].shape)}, expected {list(expected[name])})"
+        )
+    if problems:
+        raise CheckpointError(
+            "; ".join(problems), where=checkpoint.location, hint="download the missing shards again, or correct config.json"
+        )
+
+
+def choose_layout(decisions: dict[str, Decision], family: Family, recipe: Recipe) -> str:
+    """The quantization layout: the recipe's, or what the runtime contract says loads right for the family.
+
+    Raises:
+        PlanRefused: the layout cannot hold what the recipe keeps.
+    """
+    contract = contract_for(recipe.serving.server, recipe.serving.version, family.key)
+    kept_fp8 = [d for d in decisions.values() if d.action == "keep" and d.stored.kind in FP8_KINDS]
+    wish = recipe.serving.layout
+    if wish == "auto":
+        wish = contract.default_layout if kept_fp8 else "bf16_rest"
+    if wish == "bf16_rest" and kept_fp8:
+        raise PlanRefused(
+            f"layout bf16_rest holds no FP8, but the recipe keeps {len(kept_fp8)} FP8 weights, first {kept_fp8[0].stored.name}",
+            hint="--set rest.attention=bf16 (and rest.shared_experts, rest.dense_mlp, rest.indexer, mtp.rest)",
+        )
+    if wish not in contract.layouts:
+        raise PlanRefused(
+            f"{recipe.serving.server} {recipe.serving.version} does not load layout {wish} for {family.key};"
+            f" it loads {', '.join(contract.layouts)}",
+            hint="--set serving.layout=auto",
+        )
+    return wish
+
+
+def source_fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 over the configuration and every shard's name, size and tensor table. Contents are digested while they are read."""
+    digest = hashlib.sha256(_canonical(checkpoint.config))
+    for name in sorted(checkpoint.shards):
+        header = checkpoint.shards[name]
+        entries = [(e.name, e.dtype, e.shape, e.start, e.end) for e in header.entries]
+        digest.update(_canonical([name, header.file_bytes, entries]))
+    return digest.hexdigest()
+
+
+def _key(fingerprint: str, recipe: Recipe, layout: str, shards: tuple[ShardPlan, ...]) -> str:
+    names = [[s.name, [[t.name, t.dtype, t.shape] for t in s.tensors]] for s in shards]
+    return hashlib.sha256(_canonical([PRESS_VERSION, fingerprint, recipe.canonical_json(), layout, names])).hexdigest()
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def experts_of(plan: ConversionPlan) -> int:
+    """How many routed-expert matrices the plan quantizes."""
+    return sum(d.action == "quantize" and d.identity.component is Component.ROUTED_EXPERT for d in plan.decisions.values())

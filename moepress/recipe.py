@@ -1,0 +1,264 @@
+"""The recipe: one YAML file that says what a conversion does, checked whole before a byte is read.
+
+A recipe is strict (an unknown field is an error, never ignored), frozen (nobody changes it on the way) and complete
+(every default is visible in ``moepress recipes show``). Its canonical JSON is part of the resume key, so two recipes that
+mean the same thing press the same bytes.
+
+    name: kimi-k2-int4
+    families: [kimi_k2, deepseek_v3]
+    weights: {algorithm: rtn, num_bits: 4, group_size: 32, scale: mse}
+    rest:    {attention: source, shared_experts: source, dense_mlp: source, indexer: source}
+    mtp:     {experts: quantize, rest: source}
+    serving: {server: sglang, version: 0.5.23, layout: auto, tensor_parallel: 8}
+    output:  {shard_size: 5GB}
+
+Single fields are overridden on the command line by their path: ``--set weights.group_size=64``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+
+from moepress.errors import RecipeError
+
+GROUP_SIZES = (32, 64, 128, -1)
+"""Group sizes along a weight's input dimension; -1 is one group per row (compressed-tensors: strategy ``channel``)."""
+
+MAX_SHARD_BYTES = 50_000_000_000
+"""The Hub refuses files of 50 GB (decimal) and more; a shard has to stay below with its header."""
+
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(B|kB|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?\s*$")
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of a size such as ``5GB`` (decimal) or ``4.5GiB`` (binary); a bare number is bytes.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.match(str(text))
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write for example 5GB or 4.5GiB")
+    return int(float(match[1]) * _UNITS[match[2] or "B"])
+
+
+def _size_text(value: int) -> str:
+    for unit in ("TB", "GB", "MB", "kB"):
+        if value % _UNITS[unit] == 0:
+            return f"{value // _UNITS[unit]}{unit}"
+    return f"{value}B"
+
+
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_size_text, return_type=str)]
+
+
+class Section(BaseModel):
+    """Strict and frozen: the base of every part of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Weights(Section):
+    """How the routed experts' matrices become integers."""
+
+    algorithm: Literal["rtn"] = Field("rtn", description="rtn: round to nearest, needs no calibration data")
+    num_bits: Literal[4] = Field(4, description="bits per weight")
+    group_size: Literal[32, 64, 128, -1] = Field(32, description="weights that share a scale, along the input; -1: the whole row")
+    symmetric: Literal[True] = Field(True, description="no zero points: SGLang and vLLM do not load asymmetric experts")
+    scale: Literal["max", "mse"] = Field(
+        "mse", description="max: the largest weight of a group sets its scale; mse: the scale of least squared error is searched"
+    )
+
+
+class Rest(Section):
+    """What becomes of the other quantizable parts. Router, norms, embeddings, head and vision tower stay as in the source."""
+
+    attention: Literal["source", "bf16"] = Field("source", description="q, k, v, o projections (MLA: q_a, q_b, kv_a, kv_b, o)")
+    indexer: Literal["source", "bf16"] = Field("source", description="sparse-attention indexer (GLM-5, DeepSeek V3.2)")
+    shared_experts: Literal["source", "bf16"] = Field("source", description="experts that every token passes")
+    dense_mlp: Literal["source", "bf16"] = Field("source", description="feed-forward of the first, dense layers")
+
+
+class Mtp(Section):
+    """The multi-token-prediction layers that follow the last decoder layer."""
+
+    experts: Literal["quantize", "source", "bf16"] = Field(
+        "quantize", description="quantize: the same scheme as the body, which is what draft modules expect"
+    )
+    rest: Literal["source", "bf16"] = Field("source", description="the layer's attention, shared experts and eh_proj")
+
+
+class Serving(Section):
+    """The server the files are made for: it decides names and layout, and what the plan refuses."""
+
+    server: Literal["sglang"] = "sglang"
+    version: str = Field("0.5.23", pattern=r"^\d+\.\d+\.\d+$")
+    layout: Literal["auto", "bf16_rest", "linear_fp8_config", "two_groups"] = Field(
+        "auto", description="how INT4 experts and the other linears share one quantization_config; auto asks the runtime contract"
+    )
+    tensor_parallel: int = Field(8, ge=1, le=1024, description="ranks the checkpoint will be split over")
+
+
+class Output(Section):
+    """The files."""
+
+    shard_size: Size = Field("5GB", description="upper bound of one shard's bytes, decimal; at least 1MB, below 50GB")  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Output:
+        if not 1_000_000 <= self.shard_size < MAX_SHARD_BYTES:
+            raise ValueError(f"shard_size is {self.shard_size:,} bytes; it must be at least 1MB and below 50GB (the Hub's limit)")
+        return self
+
+
+class Limits(Section):
+    """When a finished conversion is still not good enough: the run then ends with exit code 1."""
+
+    max_fallback_share: float = Field(0.01, ge=0, le=1, description="share of quantized tensors that may have used a fallback")
+    max_relative_error: float = Field(0.25, gt=0, le=1, description="largest relative error ‖W − Ŵ‖ / ‖W‖ of any one tensor")
+
+
+class Recipe(Section):
+    """Everything a conversion is told. See the module docstring for an example."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", description="lower case, for file names and the model card")
+    description: str = ""
+    families: tuple[str, ...] = Field(min_length=1, description="model families this recipe is for (see `moepress recipes families`)")
+    weights: Weights = Weights()
+    rest: Rest = Rest()
+    mtp: Mtp = Mtp()
+    serving: Serving = Serving()
+    output: Output = Output()  # type: ignore[call-arg]
+    limits: Limits = Limits()
+
+    def canonical_json(self) -> str:
+        """One spelling per meaning: sorted keys, defaults written out. Part of the resume key."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes inside the package, sorted."""
+    folder = resources.files("moepress") / "recipes"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def recipe_text(source: str) -> tuple[str, str]:
+    """The YAML text of a shipped recipe's name or of a file's path, and where it was found.
+
+    Raises:
+        RecipeError: neither a shipped name nor a readable file.
+    """
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError([("(file)", str(error))], where=source, hint="moepress recipes list") from error
+    if source in shipped_recipes():
+        return (resources.files("moepress") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8"), f"shipped recipe {source}"
+    known = ", ".join(shipped_recipes())
+    raise RecipeError([("(name)", f"no recipe is called {source!r}; shipped are: {known}")], hint="moepress recipes list")
+
+
+def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe from a shipped name or a YAML file, with ``path=value`` overrides applied before the check.
+
+    Raises:
+        RecipeError: with every problem at once, each under its field's path.
+    """
+    text, where = recipe_text(source)
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader that refuses repeated keys)
+    except yaml.YAMLError as error:
+        raise RecipeError([("(yaml)", " ".join(str(error).split()))], where=where) from error
+    if not isinstance(data, dict):
+        raise RecipeError([("(yaml)", f"a recipe is a mapping of fields, this is {_kind(data)}")], where=where)
+    problems = [problem for override in overrides if (problem := _apply(data, override))]
+    return check_recipe(data, where=where, problems=problems)
+
+
+def check_recipe(data: Mapping[str, Any], *, where: str, problems: Iterable[tuple[str, str]] = ()) -> Recipe:
+    """Validates a mapping; ``problems`` already found are reported together with the new ones.
+
+    Raises:
+        RecipeError: if there is any problem.
+    """
+    found = list(problems)
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        found += [(_path(item["loc"]), _message(item)) for item in error.errors()]
+    if found:
+        raise RecipeError(found, where=where, hint="moepress recipes schema")
+    return recipe
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of recipes, for editors and other tools."""
+    return Recipe.model_json_schema()
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without tags that run code, and without silently repeated keys."""
+
+
+def _mapping_without_repeats(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        if not isinstance(key, str | int | float | bool):
+            raise yaml.constructor.ConstructorError(None, None, "a field's name must be plain text", key_node.start_mark)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"field {key!r} is given twice", key_node.start_mark)
+        seen[key] = loader.construct_object(value_node, deep=True)  # type: ignore[no-untyped-call]
+    return seen
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
+
+
+def _apply(data: dict[str, Any], override: str) -> tuple[str, str] | None:
+    """Sets one ``a.b=value`` in ``data``; returns a problem instead of raising, so that all come at once."""
+    path, separator, value = override.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        return ("--set", f"{override!r} is not of the form section.field=value")
+    node: Any = data
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            return (path, f"{key!r} is not a section")
+    try:
+        node[keys[-1]] = yaml.load(value, Loader=_StrictLoader)  # noqa: S506
+    except yaml.YAMLError as error:
+        return (path, " ".join(str(error).split()))
+    return None
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location) or "(recipe)"
+
+
+def _message(item: Mapping[str, Any]) -> str:
+    text = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        return "no such field"
+    if item["type"] == "missing":
+        return "is required"
+    return f"{text} (given: {item['input']!r})"
+
+
+def _kind(value: object) -> str:
+    return {list: "a list", str: "a text", type(None): "empty"}.get(type(value), type(value).__name__)
