@@ -1,0 +1,273 @@
+"""FP8 weights: eight bits a value, one scale for many, decoded in float32 at the moment of use.
+
+    value[r, c] = code[r, c] × scale[r // block_rows, c // block_columns]          (codes e4m3: ±448, no infinity)
+
+Scale layouts, all of them per block of some size: ``[ceil(R/128), ceil(C/128)]`` for DeepSeek-style blocks, ``[R, 1]`` or
+``[R]`` for one per output channel, ``[]`` or ``[1]`` for one per tensor. The last block of a dimension is simply cut off:
+576 rows in blocks of 128 are five scale rows, of which the last covers 64 (so nothing here reshapes into whole blocks).
+Scales may be E8M0: one byte b that stands for 2^(b − 127), 255 for NaN.
+
+The product is rounded once, in float32: both ways here give the same bits. The compiled loop looks a code up in a table of
+256 floats and multiplies, in one pass over the bytes, with the GIL released (about an eighth of the time of torch's
+conversion, NaN search and multiplication); the torch lines below it are its plain twin, and what runs on a GPU.
+
+Nothing doubtful passes in silence. NaN codes (0x7F, 0xFF) and scales that are NaN, infinite or negative are refused with
+counts, because a reader that clamps or casts would hide them: torch casts infinity to 448, and compressed-tensors turns a
+NaN weight into the integer 0.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+
+from moepress.errors import FormatError
+
+E4M3_MAX = 448.0
+"""The largest finite e4m3 value."""
+
+_E4M3_VALUES = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
+
+
+def decode_e8m0(scale: torch.Tensor, *, name: str = "E8M0 scale") -> torch.Tensor:
+    """Powers of two stored as exponent bytes, as float32.
+
+    Args:
+        scale: any shape, ``float8_e8m0fnu``, or ``uint8`` when the configuration says that bytes are E8M0.
+        name: what to call the tensor in an error.
+
+    Returns:
+        float32, the same shape: 2^(byte − 127), exact also for byte 0 (2^-127, subnormal).
+
+    Raises:
+        FormatError: a byte is 255, E8M0's NaN; or another dtype.
+    """
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
+    if scale.dtype != torch.uint8:
+        raise FormatError(f"an E8M0 scale is bytes, this one is {scale.dtype}", where=name)
+    if not_a_number := int((scale == 255).sum()):
+        raise FormatError(f"{not_a_number} of {scale.numel()} E8M0 scales are NaN (byte 255)", where=name)
+    exponent = scale.to(torch.int32)
+    bits = torch.where(exponent == 0, 0x0040_0000, exponent << 23)  # float32's own exponent field; 2^-127 has none
+    return bits.view(torch.float32)
+
+
+def check_scale(scale: torch.Tensor, *, name: str) -> None:
+    """Refuse scales that cannot be meant.
+
+    Args:
+        scale: float32, any shape. Zero is allowed here: encoders write it for blocks that are all zero.
+        name: what to call the tensor in the error.
+
+    Raises:
+        FormatError: a scale is NaN, infinite or negative; or every one is 32 or more. The last means weights in the ten
+            thousands in every block, which no trained linear layer has: it is what E8M0 bytes look like as numbers.
+    """
+    total = scale.numel()
+    if not_finite := total - int(torch.isfinite(scale).sum()):
+        raise FormatError(f"{not_finite} of {total} scales are NaN or infinite", where=name)
+    if negative := int((scale < 0).sum()):
+        raise FormatError(f"{negative} of {total} scales are negative", where=name)
+    if total and float(scale.min()) >= 32:
+        raise FormatError(
+            f"every scale is large ({float(scale.min()):g} to {float(scale.max()):g}), so every block holds weights beyond 14,000",
+            where=name,
+            hint="these look like E8M0 exponent bytes stored as numbers (120 for 2^-7); take the checkpoint from its source again",
+        )
+
+
+def block_shape(shape: tuple[int, int], scale_shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int]:
+    """Rows and columns that share one scale, from the declared block; never guessed from the two shapes.
+
+    Args:
+        shape: ``[R, C]`` of the whole weight.
+        scale_shape: of its scale.
+        block: the declared block size, or None for one scale per channel or per tensor.
+
+    Raises:
+        FormatError: the scale's shape is not the one that the block size asks for. (576 rows under 5 scales would "fit"
+            blocks of 116, and every row past 115 would get the wrong scale.)
+    """
+    rows, columns = shape
+    if block is not None:
+        needed = (-(-rows // block[0]), -(-columns // block[1]))
+        if scale_shape == needed:
+            return block
+        raise FormatError(
+            f"scale of shape {list(scale_shape)} beside a weight of shape {list(shape)}; "
+            f"blocks of {block[0]}×{block[1]} need {list(needed)}"
+        )
+    if scale_shape in ((rows,), (rows, 1)):
+        return (1, max(columns, 1))
+    if scale_shape in ((), (1,), (1, 1)):
+        return (max(rows, 1), max(columns, 1))
+    raise FormatError(
+        f"scale of shape {list(scale_shape)} beside a weight of shape {list(shape)} is neither one per channel nor one "
+        "per tensor, and no block size is declared",
+    )
+
+
+def decode_fp8(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    block: tuple[int, int] | None,
+    out: torch.Tensor | None = None,
+    first_row: int = 0,
+    rows: int | None = None,
+    name: str = "FP8 weight",
+) -> torch.Tensor:
+    """Decode a weight, or a band of its rows, to float32.
+
+    Args:
+        codes: ``[r, C]`` float8_e4m3fn, contiguous: the whole weight or rows ``first_row .. first_row + r`` of it.
+        scale: the scale of the *whole* weight: ``[ceil(R/block_rows), ceil(C/block_columns)]`` with ``block``; without,
+            ``[R, 1]``, ``[R]``, ``[1]`` or ``[]``. float32, bfloat16, float16 or float8_e8m0fnu.
+        block: declared rows and columns per scale, or None.
+        out: float32 ``[r, C]``, contiguous, filled and returned; a reused buffer. Allocated when None.
+        first_row: row of the whole weight that ``codes`` begins with. Need not lie on a block's edge.
+        rows: R, rows of the whole weight; ``first_row + r`` when None.
+        name: what to call the weight in an error.
+
+    Returns:
+        float32 ``[r, C]``, on the device of ``codes``.
+
+    Raises:
+        FormatError: NaN codes; scales that are NaN, infinite, negative, or zero under codes that are not; a scale whose
+            shape does not fit.
+    """
+    if codes.dtype != torch.float8_e4m3fn or codes.ndim != 2:
+        raise FormatError(f"expected float8_e4m3fn of two dimensions, got {codes.dtype} {list(codes.shape)}", where=name)
+    band, columns = codes.shape
+    rows = first_row + band if rows is None else rows
+    if first_row + band > rows:
+        raise FormatError(f"rows {first_row} to {first_row + band} of a weight that has {rows}", where=name)
+    try:
+        block_rows, block_columns = block_shape((rows, columns), tuple(scale.shape), block)
+    except FormatError as error:
+        raise FormatError(error.what, where=name) from error
+    scale = decode_e8m0(scale, name=name) if scale.dtype == torch.float8_e8m0fnu else scale.to(torch.float32)
+    check_scale(scale, name=name)
+    scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
+    if out is None:
+        out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    elif out.dtype != torch.float32 or out.shape != codes.shape or not out.is_contiguous():
+        raise FormatError(f"the buffer must be contiguous float32 {list(codes.shape)}", where=name)
+
+    decode = decode_band if codes.device.type == "cpu" else decode_band_plain
+    not_a_number = decode(codes, scale, block_rows, block_columns, first_row, out)
+    if not_a_number:
+        raise FormatError(
+            f"{not_a_number} of {codes.numel()} FP8 codes are NaN (0x7F or 0xFF)",
+            where=name,
+            hint="the exporter cast without clamping; a server would print '!!!!'. Take the checkpoint from its source again",
+        )
+    if bool((scale == 0).any()):
+        _check_zero_scales(codes, scale, block_rows, block_columns, first_row, name)
+    return out
+
+
+def decode_band(
+    codes: torch.Tensor, scale: torch.Tensor, block_rows: int, block_columns: int, first_row: int, out: torch.Tensor
+) -> int:
+    """The compiled loop on CPU tensors (see `decode_fp8` for shapes; ``scale`` is 2-D float32). Returns the NaN count."""
+    return int(
+        _decode_loop(
+            codes.contiguous().view(torch.uint8).numpy(),
+            scale.contiguous().numpy(),
+            _E4M3_VALUES,
+            block_rows,
+            block_columns,
+            first_row,
+            out.numpy(),
+        )
+    )
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _decode_loop(codes, scale, values, block_rows, block_columns, first_row, out):  # type: ignore[no-untyped-def]
+    not_a_number = np.uint64(0)
+    rows, columns = codes.shape
+    for r in range(rows):
+        scale_row = (r + first_row) // block_rows
+        for b in range((columns + block_columns - 1) // block_columns):
+            s = scale[scale_row, b]
+            for c in range(b * block_columns, min(columns, (b + 1) * block_columns)):
+                code = codes[r, c]
+                not_a_number += np.uint64((code & np.uint8(0x7F)) == np.uint8(0x7F))
+                out[r, c] = values[code] * s
+    return not_a_number
+
+
+def decode_band_plain(
+    codes: torch.Tensor, scale: torch.Tensor, block_rows: int, block_columns: int, first_row: int, out: torch.Tensor
+) -> int:
+    """`decode_band` in torch operations, for any device; bit for bit the same."""
+    band, columns = codes.shape
+    out.copy_(codes)
+    scale_row = torch.arange(first_row, first_row + band, device=codes.device) // block_rows
+    row_scales = scale.to(codes.device)[scale_row]  # [r, ceil(C/block_columns)]
+    whole = columns // block_columns
+    if whole:
+        blocks = out[:, : whole * block_columns].view(band, whole, block_columns)
+        blocks.mul_(row_scales[:, :whole, None])
+    if columns % block_columns:
+        out[:, whole * block_columns :].mul_(row_scales[:, whole:])
+    return int(torch.count_nonzero((codes.view(torch.uint8) & 0x7F) == 0x7F))
+
+
+def _check_zero_scales(
+    codes: torch.Tensor, scale: torch.Tensor, block_rows: int, block_columns: int, first_row: int, name: str
+) -> None:
+    """A scale of zero is how some encoders write a block of zeros; over other codes it wipes out weights."""
+    band, columns = codes.shape
+    scale_row = torch.arange(first_row, first_row + band, device=codes.device) // block_rows
+    scale_column = torch.arange(columns, device=codes.device) // block_columns
+    wiped = (scale == 0)[scale_row][:, scale_column] & ((codes.view(torch.uint8) & 0x7F) != 0)
+    if count := int(wiped.sum()):
+        raise FormatError(f"{count} nonzero FP8 codes lie under a scale of zero", where=name)
+
+
+def encode_fp8_block(
+    weight: torch.Tensor, *, block: tuple[int, int] = (128, 128), scale_dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode a weight in blocks, each one's largest magnitude at 448.
+
+    The order matters: the scale is rounded to the type it is stored in *first*, and the weight divided by that, then
+    clamped, then cast. Dividing by the unrounded scale leaves UE8M0 checkpoints up to twice too large.
+
+    Args:
+        weight: ``[R, C]`` float32, any R and C.
+        block: rows and columns that share one scale.
+        scale_dtype: float32, bfloat16, or float8_e8m0fnu (rounded up to a power of two, so nothing clips).
+
+    Returns:
+        codes ``[R, C]`` float8_e4m3fn and scale ``[ceil(R/block_rows), ceil(C/block_columns)]`` of ``scale_dtype``. A
+        block of zeros gets scale 1.
+
+    Raises:
+        FormatError: the weight holds NaN or infinity.
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise FormatError("cannot encode NaN or infinity as FP8")
+    rows, columns = weight.shape
+    scale_rows, scale_columns = -(-rows // block[0]), -(-columns // block[1])
+    padded = torch.nn.functional.pad(
+        weight.to(torch.float32), (0, scale_columns * block[1] - columns, 0, scale_rows * block[0] - rows)
+    )
+    largest = padded.view(scale_rows, block[0], scale_columns, block[1]).abs().amax(dim=(1, 3))
+    scale = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+    if scale_dtype == torch.float8_e8m0fnu:
+        mantissa, exponent = torch.frexp(scale)  # scale = mantissa · 2^exponent, mantissa in [0.5, 1)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+        stored = (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+        scale = decode_e8m0(stored)
+    else:
+        scale = scale.clamp_min(torch.finfo(scale_dtype).tiny)
+        stored = scale.to(scale_dtype)
+        scale = stored.to(torch.float32)
+    spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    codes = (weight / spread).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes, stored
