@@ -2,18 +2,18 @@
 
     value[r, c] = code[r, c] × scale[r // block_rows, c // block_columns]          (codes e4m3: ±448, no infinity)
 
-Scale layouts, all of them per block of some size: ``[ceil(R/128), ceil(C/128)]`` for DeepSeek-style blocks, ``[R, 1]`` or
-``[R]`` for one per output channel, ``[]`` or ``[1]`` for one per tensor. The last block of a dimension is simply cut off:
-576 rows in blocks of 128 are five scale rows, of which the last covers 64 (so nothing here reshapes into whole blocks).
-Scales may be E8M0: one byte b that stands for 2^(b − 127), 255 for NaN.
+Scale layouts, all of them per block of some size: ``[ceil(R/128), ceil(C/128)]`` for DeepSeek-style blocks, ``[R, 1]``
+or ``[R]`` for one per output channel, ``[]`` or ``[1]`` for one per tensor. The last block of a dimension is simply cut
+off: 576 rows in blocks of 128 are five scale rows, of which the last covers 64, so nothing here reshapes into whole
+blocks. Scales may be E8M0: one byte b that stands for 2^(b − 127), 255 for NaN.
 
-The product is rounded once, in float32: both ways here give the same bits. The compiled loop looks a code up in a table of
-256 floats and multiplies, in one pass over the bytes, with the GIL released (about an eighth of the time of torch's
+The product is rounded once, in float32: both ways here give the same bits. The compiled loop looks a code up in a table
+of 256 floats and multiplies, in one pass over the bytes, with the GIL released (about an eighth of the time of torch's
 conversion, NaN search and multiplication); the torch lines below it are its plain twin, and what runs on a GPU.
 
-Nothing doubtful passes in silence. NaN codes (0x7F, 0xFF) and scales that are NaN, infinite or negative are refused with
-counts, because a reader that clamps or casts would hide them: torch casts infinity to 448, and compressed-tensors turns a
-NaN weight into the integer 0.
+Nothing doubtful passes in silence. NaN codes (0x7F, 0xFF) and scales that are NaN, infinite or negative are refused
+with counts, because a reader that clamps or casts would hide them: torch casts infinity to 448, and compressed-tensors
+turns a NaN weight into the integer 0.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def check_scale(scale: torch.Tensor, *, name: str) -> None:
         raise FormatError(f"{negative} of {total} scales are negative", where=name)
     if total and float(scale.min()) >= 32:
         raise FormatError(
-            f"every scale is large ({float(scale.min()):g} to {float(scale.max()):g}), so every block holds weights beyond 14,000",
+            f"every scale is large ({float(scale.min()):g} to {float(scale.max()):g}): weights beyond 14,000 in every block",
             where=name,
-            hint="these look like E8M0 exponent bytes stored as numbers (120 for 2^-7); take the checkpoint from its source again",
+            hint="these look like E8M0 exponent bytes stored as numbers (120 for 2^-7); download the checkpoint again",
         )
 
 
@@ -139,7 +139,9 @@ def decode_fp8(
             shape does not fit.
     """
     if codes.dtype != torch.float8_e4m3fn or codes.ndim != 2:
-        raise FormatError(f"expected float8_e4m3fn of two dimensions, got {codes.dtype} {list(codes.shape)}", where=name)
+        raise FormatError(
+            f"expected float8_e4m3fn of two dimensions, got {codes.dtype} {list(codes.shape)}", where=name
+        )
     band, columns = codes.shape
     rows = first_row + band if rows is None else rows
     if first_row + band > rows:
@@ -162,7 +164,7 @@ def decode_fp8(
         raise FormatError(
             f"{not_a_number} of {codes.numel()} FP8 codes are NaN (0x7F or 0xFF)",
             where=name,
-            hint="the exporter cast without clamping; a server would print '!!!!'. Take the checkpoint from its source again",
+            hint="the exporter cast without clamping, or the file is damaged; download the checkpoint again",
         )
     if bool((scale == 0).any()):
         _check_zero_scales(codes, scale, block_rows, block_columns, first_row, name)
@@ -172,7 +174,7 @@ def decode_fp8(
 def decode_band(
     codes: torch.Tensor, scale: torch.Tensor, block_rows: int, block_columns: int, first_row: int, out: torch.Tensor
 ) -> int:
-    """The compiled loop on CPU tensors (see `decode_fp8` for shapes; ``scale`` is 2-D float32). Returns the NaN count."""
+    """The compiled loop on CPU tensors; shapes as in `decode_fp8`, ``scale`` 2-D float32. Returns the NaN count."""
     return int(
         _decode_loop(
             codes.contiguous().view(torch.uint8).numpy(),

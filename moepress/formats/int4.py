@@ -2,14 +2,14 @@
 
     word[r, j] = Σ_k (code[r, 8j + k] + 8) · 16^k            k = 0 … 7: along the input dimension, low nibble first
 
-so the codes −8 … 7 pack to 0x76543210, 0xfedcba98. When C is not a multiple of 8 the last word's upper nibbles are zero,
-and the true width can no longer be told from the packed one: ``weight_shape`` beside it has to say. Zero points, where there
-are any, are packed the same way but along the *output* dimension: ``[ceil(R/8), C/g]``.
+so the codes −8 … 7 pack to 0x76543210, 0xfedcba98. When C is not a multiple of 8 the last word's upper nibbles are
+zero, and the true width can no longer be told from the packed one: ``weight_shape`` beside it has to say. Zero points,
+where there are any, are packed the same way but along the *output* dimension: ``[ceil(R/8), C/g]``.
 
-Eight codes are one 64-bit load: masking the nibbles, flipping their top bit (that is the +8, without carries) and folding
-them together three times is a handful of operations for eight values, and the compiler makes vectors of it. Measured on a
-4096×14336 matrix and one thread: 8 ms, against 465 ms for the reference packer. The loops release the GIL and write into
-a caller's buffer; beside each stands its plain torch twin, which is also what runs on a GPU.
+Eight codes are one 64-bit load: masking the nibbles, flipping their top bit (that is the +8, without carries) and
+folding them together three times is a handful of operations for eight values, and the compiler makes vectors of it.
+Measured on a 4096×14336 matrix and one thread: 8 ms, against 465 ms for the reference packer. The loops release the GIL
+and write into a caller's buffer; beside each stands its plain torch twin, which is also what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def unpack_int4(packed: torch.Tensor, columns: int, out: torch.Tensor | None = N
         FormatError: the packed width is not ``ceil(columns/8)``, another dtype, a buffer that does not fit.
     """
     if packed.dtype != torch.int32 or packed.ndim == 0:
-        raise FormatError(f"packed codes must be int32 of one dimension or more, got {packed.dtype} {list(packed.shape)}")
+        raise FormatError(
+            f"packed codes must be int32 of one dimension or more, got {packed.dtype} {list(packed.shape)}"
+        )
     if packed.shape[-1] != packed_columns(columns):
         raise FormatError(
             f"{packed.shape[-1]} packed words a row cannot be {columns} columns, which take {packed_columns(columns)}",
@@ -181,7 +183,7 @@ def _unpack_loop(packed, out):  # type: ignore[no-untyped-def]
         out[i] = x | ((x & _SIGN_BITS) * np.uint64(0x1E))  # copies the sign bit into the upper nibble
 
 
-def _flat(tensor: torch.Tensor, word: type[np.unsignedinteger]) -> np.ndarray:  # type: ignore[type-arg]
+def _flat(tensor: torch.Tensor, word: type[np.unsignedinteger]) -> np.ndarray:
     return tensor.view(-1).numpy().view(word)
 
 
@@ -195,4 +197,5 @@ def _buffer(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 
 def _out_of_range(codes: torch.Tensor) -> FormatError:
     outside = int(((codes < -8) | (codes > 7)).sum())
-    return FormatError(f"{outside} of {codes.numel()} codes are outside -8 … 7 (from {int(codes.min())} to {int(codes.max())})")
+    span = f"from {int(codes.min())} to {int(codes.max())}"
+    return FormatError(f"{outside} of {codes.numel()} codes to pack are outside -8 … 7 ({span})")
