@@ -138,7 +138,7 @@ def mtp_layers(family: Family, config: Config) -> range:
 def logical_name(name: str) -> tuple[str, str]:
     """The weight that a tensor stores, and the tensor's part in it.
 
-    ``….down_proj.weight_packed`` -> (``….down_proj.weight``, ``packed``). Without a known part a name is its own weight.
+    ``….down_proj.weight_packed`` -> (``….down_proj.weight``, ``packed``). Any other name is its own weight.
     """
     module, dot, last = name.rpartition(".")
     if dot and last in PARTS:
