@@ -1,0 +1,272 @@
+"""One decoder layer in memory, and all samples through it.
+
+    with model.open_layer(7) as layer:            dense part of the layer read, decoded and filled
+        routed = layer.dense_part(stream)         h ← attention, norms, router, shared experts; experts tapped
+        layer.experts(stream, routed)             h ← h + routed experts, a block of them at a time
+
+The two halves are separate because calibration happens between them: the tapped tokens give the statistics, the block
+is quantized, and the second half runs with the quantized weights. Several streams may go through one open layer (a
+source run and a quantized run), so its weights are decoded once.
+
+Held at once: the dense part of one layer, one block of experts (`RunSettings.expert_bytes`), one batch of samples, and
+the streams' activations [N, S, C] (in files beyond the scratch budget). None of it grows with the number of layers.
+
+Masks, positions, rotary embeddings and the carried top-k indices are made as each family's ``Model.forward`` makes them
+in transformers 5.17. Padding is always on the right: with causal attention real tokens never see it, so it needs no
+mask, and it never reaches the tap's tokens.
+
+What is reproducible: the same bytes from run to run for the same batch size, thread count and machine type; the result
+does not depend on the number of experts in a block. Matrix products of MKL may differ in their last bits between thread
+counts, unless the process was started with MKL_CBWR=AUTO,STRICT (then 1 and N threads agree, which a test shows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from moepress.calibration.activations import Activations, Scratch
+from moepress.calibration.decoder import DecoderClasses
+from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, experts_forward, sort_by_expert
+from moepress.calibration.layer_fill import ExpertBlock, LayerNames, load_experts
+from moepress.calibration.weights import WeightSource
+
+ExpertWeights = Callable[[range], ExpertBlock]
+"""Gives the weights of consecutive experts of the open layer: the source's, or quantized ones."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a forward pass uses the machine.
+
+    Attributes:
+        batch_size: samples per forward call. Part of the result's last bits, so part of a run's fingerprint.
+        device: where layers live and compute; activations stay in main memory or files.
+        dtype: what layers compute in. Statistics are float32 whatever this says.
+        expert_bytes: decoded experts held at once, in bytes of `dtype`; one expert is always held.
+    """
+
+    batch_size: int = 8
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    expert_bytes: int = 4 << 30
+
+    def batches(self, samples: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the batches that every pass over `samples` samples uses."""
+        for start in range(0, samples, self.batch_size):
+            yield start, min(start + self.batch_size, samples)
+
+    def on_device(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of activations, on the run's device and in its type."""
+        return rows.to(self.device, self.dtype)
+
+
+@dataclass
+class Stream:
+    """All samples of a run, between two layers.
+
+    Attributes:
+        hidden: [N, S, C] hidden states; what is in padding positions means nothing.
+        lengths: [N] int64, real tokens of each sample; the rest of its row is padding.
+        topk: [N, S, k] int32 indices carried from sparse attention's last indexer, where the family carries them.
+    """
+
+    hidden: Activations
+    lengths: torch.Tensor
+    topk: Activations | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens in all samples."""
+        return int(self.lengths.sum())
+
+    def first_token(self, sample: int) -> int:
+        """Index, among all real tokens, of a sample's first."""
+        return int(self.lengths[:sample].sum())
+
+    def real(self, start: int, stop: int) -> torch.Tensor:
+        """[stop − start, S] bool: which positions of these samples are tokens."""
+        return torch.arange(self.hidden.shape[1])[None, :] < self.lengths[start:stop, None]
+
+    def release(self) -> None:
+        """Give the memory or the files back."""
+        self.hidden.release()
+        if self.topk is not None:
+            self.topk.release()
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a layer needs from its model.
+
+    Attributes:
+        config: transformers' configuration of the text model.
+        classes: the family's classes.
+        rotary: its rotary embedding, filled.
+        num_experts: routed experts of a sparse layer.
+        source, scratch, settings: as given to the model.
+    """
+
+    config: PreTrainedConfig
+    classes: DecoderClasses
+    rotary: nn.Module
+    num_experts: int
+    source: WeightSource
+    scratch: Scratch
+    settings: RunSettings
+
+
+class OpenLayer:
+    """One decoder layer in memory. Made by ``StreamedModel.open_layer``.
+
+    Attributes:
+        index: of the layer.
+        module: transformers' decoder layer, routed experts replaced by the tap.
+        is_sparse: it has routed experts.
+    """
+
+    def __init__(
+        self, index: int, module: nn.Module, tap: ExpertTap | None, names: LayerNames, context: LayerContext
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.is_sparse = tap is not None
+        self._tap = tap
+        self._names = names
+        self._context = context
+
+    @torch.no_grad()
+    def dense_part(self, stream: Stream) -> RoutedTokens | None:
+        """Everything but the routed experts, for all samples; `stream.hidden` is replaced.
+
+        Returns:
+            The tokens on their way to the experts, without padding, in sample order; None for a dense layer, which is
+            then complete. The caller releases them.
+        """
+        settings, routed = self._context.settings, self._allocate_routed(stream)
+        for start, stop in settings.batches(len(stream.hidden)):
+            hidden = settings.on_device(stream.hidden.read(start, stop))
+            out = self.module(hidden, **self._position(hidden), **self._carried(stream, start, stop))
+            if self._context.classes.carries_topk:
+                out, topk = out
+                self._carry(stream, start, topk)
+            stream.hidden.write(start, out)
+            if self._tap is not None and routed is not None:
+                real = stream.real(start, stop).reshape(-1).to(out.device)
+                x, expert, weight = self._tap.take()
+                routed.write(stream.first_token(start), (x[real], expert[real], weight[real]))
+        return routed
+
+    @torch.no_grad()
+    def experts(self, stream: Stream, routed: RoutedTokens, weights: ExpertWeights | None = None) -> None:
+        """Add the routed experts' outputs to `stream.hidden`.
+
+        Args:
+            stream: after `dense_part`.
+            routed: what that returned.
+            weights: gives the experts' weights, asked for in ascending blocks; None = the source's.
+        """
+        settings = self._context.settings
+        total = self._context.scratch.allocate(routed.x.shape, torch.float32)
+        for experts in self.expert_blocks():
+            self._add_block(stream, routed, (weights or self.load_experts)(experts), total)
+        for start, stop in settings.batches(len(stream.hidden)):
+            hidden = stream.hidden.read(start, stop).to(torch.float32, copy=True)
+            hidden[stream.real(start, stop)] += total.read(stream.first_token(start), stream.first_token(stop))
+            stream.hidden.write(start, hidden)
+        total.release()
+
+    def load_experts(self, experts: range) -> ExpertBlock:
+        """The source's weights of consecutive experts, decoded and stacked."""
+        settings = self._context.settings
+        return load_experts(self._names, self._context.source, experts, device=settings.device, dtype=settings.dtype)
+
+    def expert_blocks(self) -> Iterator[range]:
+        """Ranges of experts that fit `RunSettings.expert_bytes`, ascending."""
+        config, settings = self._context.config, self._context.settings
+        one = 3 * config.hidden_size * config.moe_intermediate_size * settings.dtype.itemsize
+        size = max(1, settings.expert_bytes // one)
+        for first in range(0, self._context.num_experts, size):
+            yield range(first, min(first + size, self._context.num_experts))
+
+    @torch.no_grad()
+    def attention(self, stream: Stream, start: int, stop: int, cache: object | None = None) -> torch.Tensor:
+        """The output of the layer's attention block, before the residual: [stop − start, S, C].
+
+        To be called before `dense_part`: it reads the layer's inputs and changes nothing.
+
+        Args:
+            stream: the layer's inputs.
+            start, stop: samples.
+            cache: stands where transformers' KV cache stands (see `kv_cache.CacheProbe`).
+        """
+        hidden = self._context.settings.on_device(stream.hidden.read(start, stop))
+        out = self.module.get_submodule("self_attn")(
+            hidden_states=self.module.get_submodule("input_layernorm")(hidden),
+            past_key_values=cache,
+            **self._position(hidden),
+            **self._carried(stream, start, stop),
+        )
+        attended: torch.Tensor = out[0]
+        return attended
+
+    def _allocate_routed(self, stream: Stream) -> RoutedTokens | None:
+        if self._tap is None:
+            return None
+        config = self._context.config
+        return RoutedTokens.allocate(
+            self._context.scratch,
+            tokens=stream.tokens,
+            hidden=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            num_experts=self._context.num_experts,
+            dtype=self._context.settings.dtype,
+        )
+
+    def _add_block(self, stream: Stream, routed: RoutedTokens, block: ExpertBlock, total: Activations) -> None:
+        device = self._context.settings.device
+        for start, stop in self._context.settings.batches(len(stream.hidden)):
+            first, last = stream.first_token(start), stream.first_token(stop)
+            x, expert, weight = (part.to(device) for part in routed.read(first, last))
+            out = total.read(first, last).to(device, copy=True)
+            experts_forward((x, expert, weight), sort_by_expert(expert, routed.num_experts), block, out)
+            total.write(first, out)
+
+    def _position(self, hidden: torch.Tensor) -> dict[str, Any]:
+        """The arguments that Model.forward makes once for all layers."""
+        config, classes = self._context.config, self._context.classes
+        position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        arguments: dict[str, Any] = {
+            "config": config,
+            "inputs_embeds": hidden,
+            "attention_mask": None,
+            "past_key_values": None,
+            "position_ids": position_ids,
+        }
+        if classes.sliding and config.sliding_window is not None:
+            mask = create_sliding_window_causal_mask(**arguments)
+        else:
+            mask = create_causal_mask(**arguments, allow_is_causal_skip=not classes.always_mask)
+        return {
+            "attention_mask": mask,
+            "position_ids": position_ids,
+            "position_embeddings": self._context.rotary(hidden, position_ids=position_ids),
+        }
+
+    def _carried(self, stream: Stream, start: int, stop: int) -> dict[str, Any]:
+        if not self._context.classes.carries_topk:
+            return {}
+        if stream.topk is None:
+            return {"prev_topk_indices": None}
+        return {"prev_topk_indices": stream.topk.read(start, stop).to(self._context.settings.device)}
+
+    def _carry(self, stream: Stream, start: int, topk: torch.Tensor) -> None:
+        if stream.topk is None:
+            stream.topk = self._context.scratch.allocate((len(stream.hidden), *topk.shape[1:]), torch.int32)
+        stream.topk.write(start, topk)

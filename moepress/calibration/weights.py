@@ -1,0 +1,32 @@
+"""Where calibration gets weights: a name in, a decoded float32 tensor out.
+
+    WeightSource.names()      logical names, as published: model.layers.3.mlp.experts.7.down_proj.weight
+    WeightSource.load(name)   float32 [logical shape], decoded at the moment of use, owned by the caller
+
+The seam exists so that the forward pass never knows how a weight is stored: block FP8, channel FP8, packed INT4 and
+BF16 look the same from here, and so do a source checkpoint and the one pressed from it. Nothing is cached: a second
+`load` reads again, because whoever streams a model must decide alone what stays in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import torch
+
+
+class WeightSource(Protocol):
+    """Anything that can give a model's weights by name."""
+
+    def names(self) -> Collection[str]:
+        """Every logical weight name, as published."""
+        ...
+
+    def load(self, name: str) -> torch.Tensor:
+        """The weight, decoded: float32, logical shape, contiguous, owned by the caller.
+
+        Raises:
+            CheckpointError: there is no such weight.
+        """
+        ...
