@@ -1,0 +1,83 @@
+"""What became of a tensor, as a value: Quantized, Kept or Fallback.
+
+Nothing is silent: a plan decides every tensor, a receipt records the decision, and the report and the model card count
+them. A Fallback is a tensor that is quantized, but by a plainer method than was asked for; its reason names the
+numbers that forced it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moepress.quantize.fidelity import Fidelity
+from moepress.quantize.grid import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Quantized as asked.
+
+    Args:
+        method: "rtn", "gptq", ...
+        grid: bits and group size.
+        fidelity: error sums against the source weight.
+        details: numbers of the method worth a line in the receipt: tokens seen, damping used, loss.
+    """
+
+    method: str
+    grid: Grid
+    fidelity: Fidelity
+    details: tuple[tuple[str, float], ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "decision": "quantized",
+            "method": self.method,
+            "num_bits": self.grid.num_bits,
+            "group_size": self.grid.group_size,
+            **self.fidelity.as_json(),
+            **dict(self.details),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Carried over byte for byte, and why."""
+
+    reason: str
+
+    def as_json(self) -> dict[str, object]:
+        return {"decision": "kept", "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Quantized by a plainer method than asked.
+
+    Args:
+        asked: the method the recipe names.
+        used: the method that was used.
+        reason: what forced it, with numbers.
+        grid: bits and group size.
+        fidelity: error sums against the source weight.
+    """
+
+    asked: str
+    used: str
+    reason: str
+    grid: Grid
+    fidelity: Fidelity
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "decision": "fallback",
+            "asked": self.asked,
+            "method": self.used,
+            "reason": self.reason,
+            "num_bits": self.grid.num_bits,
+            "group_size": self.grid.group_size,
+            **self.fidelity.as_json(),
+        }
+
+
+Decision = Quantized | Kept | Fallback

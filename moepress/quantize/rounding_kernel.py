@@ -1,0 +1,241 @@
+"""Group peaks, scale search and rounding as compiled passes over memory that is in cache.
+
+Rounding walks one row at a time: largest magnitude of each group → scale → codes → error sums, in tiles of ``TILE``
+    columns whose
+working set stays in the first-level cache. Sums go to ``TILE`` independent float64 lanes: SIMD at any vector width,
+and the same bits at every one, because no addition is ever reassociated.
+
+The scale search puts ``LANES`` groups side by side (a transposed copy of their weights, lane = group) and walks their
+weights once per candidate k, so there is nothing to reduce:
+
+    error_k = Σ_j h_j (w_j − s_k · clamp(round(w_j / s_k)))²,   in the order of j;  least wins, the first of equals
+
+h is 1 for plain rounding and diag(H) for GPTQ. The transposed copy costs one pass and is paid back by 16 candidates.
+
+Two tricks let the loops vectorise without ``fastmath``. Magnitudes are compared as integers: the bits of |x| order
+like |x|, and NaN and inf are the values from 0x7f800000 up, so they are found for free. Rounding half to even is
+adding and subtracting 1.5 · 2^23, exact for the clamped range, as torch.round does it. Inner loops index slices from
+zero: an index that could be negative would cost a check that keeps a loop scalar.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moepress.quantize.compiled import kernel
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
+Codes = npt.NDArray[np.int8]
+Bf16Bits = npt.NDArray[np.uint16]
+
+TILE = 512
+LANES = 64
+MAGNITUDE = np.int32(0x7FFFFFFF)
+NOT_FINITE = np.int32(0x7F800000)
+SMALLEST_NORMAL = np.int32(0x00800000)
+ZERO_GROUP = np.int32(0x3C000000)  # 2^-7
+TO_INTEGER = np.float32(12582912.0)  # 1.5 · 2^23
+
+
+@kernel
+def _round_to_bf16(bits: Ints, ulps: np.int32) -> None:
+    """Bits of float32 values ≥ 0: rounded to BF16 half to even, then ``ulps`` BF16 steps up; unusable → ZERO_GROUP."""
+    for i in range(bits.size):
+        rounded = ((bits[i] + np.int32(0x7FFF) + ((bits[i] >> 16) & 1)) & np.int32(-65536)) + (ulps << 16)
+        bits[i] = rounded if rounded >= SMALLEST_NORMAL else ZERO_GROUP
+
+
+@kernel
+def _peak(bits: Ints) -> np.int32:
+    """Bits of max|x|; NOT_FINITE or more when x holds an infinity or a NaN."""
+    largest = np.int32(0)
+    for j in range(bits.size):
+        largest = max(largest, bits[j] & MAGNITUDE)
+    return largest
+
+
+@kernel
+def _count_not_finite(bits: Ints) -> tuple[int, int]:
+    nans, infinities = 0, 0
+    for j in range(bits.size):
+        magnitude = bits[j] & MAGNITUDE
+        nans += magnitude > NOT_FINITE
+        infinities += magnitude == NOT_FINITE
+    return nans, infinities
+
+
+@kernel
+def group_peaks(bits: Ints, peaks: Ints) -> tuple[int, int]:
+    """Largest magnitude of every group.
+
+    Args:
+        bits: int32 [N, width], the bits of N groups of float32 weights, C-contiguous.
+        peaks: int32 [N], written: bits of max|w|.
+
+    Returns:
+        NaN count, infinity count.
+    """
+    nans, infinities = 0, 0
+    for g in range(bits.shape[0]):
+        peaks[g] = _peak(bits[g])
+        if peaks[g] >= NOT_FINITE:
+            more = _count_not_finite(bits[g])
+            nans, infinities = nans + more[0], infinities + more[1]
+    return nans, infinities
+
+
+@kernel
+def _add_errors(w: Floats, h: Floats, s: Floats, errors: Floats, limits: tuple[np.float32, np.float32]) -> None:
+    """errors[lane] += Σ_j h (w − s q)² for one candidate scale per lane; w and h are [width, LANES]."""
+    qmin, qmax = limits
+    inverse = np.empty(LANES, np.float32)
+    for lane in range(LANES):
+        inverse[lane] = np.float32(1.0) / s[lane]
+    paired = w.shape[0] - w.shape[0] % 2
+    for j in range(0, paired, 2):
+        w0, w1, h0, h1 = w[j], w[j + 1], h[j], h[j + 1]
+        for lane in range(LANES):
+            d0 = w0[lane] - ((min(max(w0[lane] * inverse[lane], qmin), qmax) + TO_INTEGER) - TO_INTEGER) * s[lane]
+            d1 = w1[lane] - ((min(max(w1[lane] * inverse[lane], qmin), qmax) + TO_INTEGER) - TO_INTEGER) * s[lane]
+            errors[lane] = (errors[lane] + h0[lane] * (d0 * d0)) + h1[lane] * (d1 * d1)
+    for j in range(paired, w.shape[0]):
+        w0, h0 = w[j], h[j]
+        for lane in range(LANES):
+            d0 = w0[lane] - ((min(max(w0[lane] * inverse[lane], qmin), qmax) + TO_INTEGER) - TO_INTEGER) * s[lane]
+            errors[lane] += h0[lane] * (d0 * d0)
+
+
+@kernel
+def search_groups(
+    w: Floats,
+    h: Floats,
+    which: Indices,
+    peaks: Floats,
+    divisors: Floats,
+    ulps: Ints,
+    limits: tuple[np.float32, np.float32],
+    scales: Floats,
+    errors: Floats,
+) -> None:
+    """Least-error BF16 scale of chosen groups, among bf16(peak / divisor) moved by ``ulps`` BF16 steps.
+
+    Args:
+        w: float32 [N, width], groups of weights, C-contiguous.
+        h: float32 [M, width], importance of each weight; group i uses row i mod M.
+        which: int64 [n], the groups to look at.
+        peaks: float32 [N], max|w| of each group, finite.
+        divisors, ulps: float32 [K] and int32 [K], the candidates.
+        limits: qmin, qmax.
+        scales, errors: float32 [N]; a group's entries are replaced when a candidate's error is less than ``errors``
+            says.
+    """
+    width = w.shape[1]
+    wt, ht = np.zeros((width, LANES), np.float32), np.zeros((width, LANES), np.float32)
+    s, error = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    best, least = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    top = np.zeros(LANES, np.float32)
+    bits = s.view(np.int32)
+    for start in range(0, which.size, LANES):
+        count = min(LANES, which.size - start)
+        for lane in range(count):
+            group = which[start + lane]
+            row, importance = w[group], h[group % h.shape[0]]
+            for j in range(width):
+                wt[j, lane] = row[j]
+                ht[j, lane] = importance[j]
+            top[lane], best[lane], least[lane] = peaks[group], scales[group], errors[group]
+        for k in range(divisors.size):
+            divisor = divisors[k]
+            for lane in range(LANES):
+                s[lane] = top[lane] / divisor
+                error[lane] = np.float32(0.0)
+            _round_to_bf16(bits, ulps[k])
+            _add_errors(wt, ht, s, error, limits)
+            for lane in range(LANES):
+                better = error[lane] < least[lane]
+                best[lane] = s[lane] if better else best[lane]
+                least[lane] = error[lane] if better else least[lane]
+        for lane in range(count):
+            group = which[start + lane]
+            scales[group], errors[group] = best[lane], least[lane]
+
+
+@kernel
+def _round_row(
+    w: Floats, codes: Codes, scales: Floats, lanes: tuple[Doubles, Doubles, Floats], limits: tuple[float, float]
+) -> None:
+    """Codes of one row under given scales; squared error, squared weight and largest error added to ``lanes``."""
+    error_lanes, weight_lanes, worst_lanes = lanes
+    qmin, qmax = np.float32(limits[0]), np.float32(limits[1])
+    width = w.size // scales.size
+    spread, shifted = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    shifted_bits = shifted.view(np.int32)
+    for start in range(0, w.size, TILE):
+        x, q = w[start : start + TILE], codes[start : start + TILE]
+        count = x.size
+        for g in range(start // width, (start + count - 1) // width + 1):
+            part, s = spread[max(g * width - start, 0) : min((g + 1) * width - start, count)], scales[g]
+            for c in range(part.size):
+                part[c] = s
+        for c in range(count):
+            shifted[c] = min(max(x[c] / spread[c], qmin), qmax) + TO_INTEGER
+        for c in range(count):
+            q[c] = np.int8(shifted_bits[c])
+        for c in range(count):
+            spread[c] = x[c] - (shifted[c] - TO_INTEGER) * spread[c]
+        for c in range(count):
+            d, v = np.float64(spread[c]), np.float64(x[c])
+            error_lanes[c] += d * d
+            weight_lanes[c] += v * v
+        for c in range(count):
+            worst_lanes[c] = max(worst_lanes[c], abs(spread[c]))
+
+
+@kernel
+def round_rows(
+    w: Floats, bits: Ints, codes: Codes, scales: Bf16Bits, divisor: float, limits: tuple[float, float]
+) -> tuple[float, float, float, int, int]:
+    """Codes of every row of ``w``, and its scales too when ``divisor`` is not 0.
+
+    Args:
+        w: float32 [R, C], C-contiguous; read only.
+        bits: int32 [R, C], the same memory as ``w``.
+        codes: int8 [R, C], written.
+        scales: uint16 [R, G], BF16 bits; read when ``divisor`` is 0, else written as bf16(max|w| / divisor).
+        limits: qmin, qmax.
+
+    Returns:
+        Σ error², Σ w², largest |error|, NaN count, infinity count. With a count above 0 the rest means nothing.
+    """
+    rows, columns = w.shape
+    groups = scales.shape[1]
+    width = columns // groups
+    row_scales = np.empty(groups, np.float32)
+    row_bits = row_scales.view(np.int32)
+    lanes = (np.zeros(TILE, np.float64), np.zeros(TILE, np.float64), np.zeros(TILE, np.float32))
+    nans, infinities = 0, 0
+    for r in range(rows):
+        row, stored = bits[r], scales[r]
+        if divisor == 0:
+            for g in range(groups):
+                row_bits[g] = np.int32(stored[g]) << 16
+        else:
+            peak = np.int32(0)
+            for g in range(groups):
+                row_bits[g] = _peak(row[g * width : (g + 1) * width])
+                peak = max(peak, row_bits[g])
+            if peak >= NOT_FINITE:
+                more = _count_not_finite(row)
+                nans, infinities = nans + more[0], infinities + more[1]
+                continue
+            for g in range(groups):
+                row_scales[g] = row_scales[g] / np.float32(divisor)
+            _round_to_bf16(row_bits, np.int32(0))
+            for g in range(groups):
+                stored[g] = np.uint16(row_bits[g] >> 16)
+        _round_row(w[r], codes[r], row_scales, lanes, limits)
+    return lanes[0].sum(), lanes[1].sum(), float(lanes[2].max()), nans, infinities
