@@ -174,7 +174,7 @@ def classify(family: Family, config: Config, name: str) -> Identity:
         slot = _find(family.top_slots, key, part)
         if slot is None:
             raise _unknown(family, name)
-        return Identity(slot.component, None, None, _projection(slot), False)
+        return Identity(slot.component, None, None, slot.projection_name, False)
 
     layer = int(in_layer[1])
     hidden_layers = int(text["num_hidden_layers"])
@@ -194,7 +194,7 @@ def classify(family: Family, config: Config, name: str) -> Identity:
     expert = int(expert_match[1]) if expert_match else None
     if expert is not None and expert >= (count := expert_count(text)):
         raise CheckpointError(f"expert {expert} is beyond the configuration's {count} routed experts", where=name)
-    return Identity(slot.component, layer, expert, _projection(slot), is_mtp)
+    return Identity(slot.component, layer, expert, slot.projection_name, is_mtp)
 
 
 def classify_all(family: Family, config: Config, names: Iterable[str]) -> dict[str, Identity]:
@@ -238,15 +238,6 @@ def _find(slots: Mapping[str, Slot], key: str, part: str) -> Slot | None:
     """The slot; a scale or packed part is accepted only for a matrix: nothing else is ever stored quantized."""
     slot = slots.get(key)
     return None if slot is not None and part != "weight" and len(slot.shape) != 2 else slot
-
-
-def _projection(slot: Slot) -> str | None:
-    if slot.projection is not None:
-        return slot.projection
-    if slot.component is Component.NORM or len(slot.shape) < 2:
-        return None
-    parts = slot.name.removesuffix(".weight").split(".")
-    return parts[-1]
 
 
 def _unknown(family: Family, name: str) -> CheckpointError:

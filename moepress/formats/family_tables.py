@@ -73,6 +73,13 @@ class Slot:
     copy_of: str | None = None
     projection: str | None = None
 
+    @property
+    def projection_name(self) -> str | None:
+        """`Identity.projection`: the module's own name for a matrix, None for vectors and norms."""
+        if self.projection is not None or len(self.shape) < 2:
+            return self.projection
+        return self.name.removesuffix(".weight").rpartition(".")[2]
+
 
 @dataclass(frozen=True)
 class Family:
@@ -339,8 +346,8 @@ MINIMAX_M2 = Family(
     layer=(
         *_LAYER_NORMS,
         *_GQA,
-        Slot("self_attn.q_norm.weight", _C.NORM, ("q_rows",), needs="use_qk_norm"),
-        Slot("self_attn.k_norm.weight", _C.NORM, ("kv_rows",), needs="use_qk_norm"),
+        Slot("self_attn.q_norm.weight", _C.NORM, ("q_rows",)),  # over all heads together
+        Slot("self_attn.k_norm.weight", _C.NORM, ("kv_rows",)),
         *_NOT_EXPECTED,
     ),
     dense=(),
