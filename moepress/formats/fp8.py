@@ -2,10 +2,10 @@
 
     value[r, c] = code[r, c] × scale[r // block_rows, c // block_columns]          (codes e4m3: ±448, no infinity)
 
-Scale layouts, all of them per block of some size: ``[ceil(R/128), ceil(C/128)]`` for DeepSeek-style blocks, ``[R, 1]``
-or ``[R]`` for one per output channel, ``[]`` or ``[1]`` for one per tensor. The last block of a dimension is simply cut
-off: 576 rows in blocks of 128 are five scale rows, of which the last covers 64, so nothing here reshapes into whole
-blocks. Scales may be E8M0: one byte b that stands for 2^(b − 127), 255 for NaN.
+Every scale layout (`scale_layout`) is blocks of some size: one scale per channel is blocks of one row, one per tensor a
+single block. The last block of a dimension is simply cut off: 576 rows in blocks of 128 are five scale rows, of which
+the last covers 64, so nothing here reshapes into whole blocks. Scales may be E8M0: one byte b that stands for
+2^(b − 127), 255 for NaN.
 
 The product is rounded once, in float32: both ways here give the same bits. The compiled loop looks a code up in a table
 of 256 floats and multiplies, in one pass over the bytes, with the GIL released (about an eighth of the time of torch's
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from moepress.errors import FormatError
+from moepress.formats.scale_layout import rows_and_columns_per_scale
 
 E4M3_MAX = 448.0
 """The largest finite e4m3 value."""
@@ -72,41 +73,10 @@ def check_scale(scale: torch.Tensor, *, name: str) -> None:
         raise FormatError(f"{negative} of {total} scales are negative", where=name)
     if total and float(scale.min()) >= 32:
         raise FormatError(
-            f"every scale is large ({float(scale.min()):g} to {float(scale.max()):g}): weights beyond 14,000 in every block",
+            f"scales of {float(scale.min()):g} to {float(scale.max()):g}: weights beyond 14,000 in every block",
             where=name,
             hint="these look like E8M0 exponent bytes stored as numbers (120 for 2^-7); download the checkpoint again",
         )
-
-
-def block_shape(shape: tuple[int, int], scale_shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int]:
-    """Rows and columns that share one scale, from the declared block; never guessed from the two shapes.
-
-    Args:
-        shape: ``[R, C]`` of the whole weight.
-        scale_shape: of its scale.
-        block: the declared block size, or None for one scale per channel or per tensor.
-
-    Raises:
-        FormatError: the scale's shape is not the one that the block size asks for. (576 rows under 5 scales would "fit"
-            blocks of 116, and every row past 115 would get the wrong scale.)
-    """
-    rows, columns = shape
-    if block is not None:
-        needed = (-(-rows // block[0]), -(-columns // block[1]))
-        if scale_shape == needed:
-            return block
-        raise FormatError(
-            f"scale of shape {list(scale_shape)} beside a weight of shape {list(shape)}; "
-            f"blocks of {block[0]}×{block[1]} need {list(needed)}"
-        )
-    if scale_shape in ((rows,), (rows, 1)):
-        return (1, max(columns, 1))
-    if scale_shape in ((), (1,), (1, 1)):
-        return (max(rows, 1), max(columns, 1))
-    raise FormatError(
-        f"scale of shape {list(scale_shape)} beside a weight of shape {list(shape)} is neither one per channel nor one "
-        "per tensor, and no block size is declared",
-    )
 
 
 def decode_fp8(
@@ -147,7 +117,7 @@ def decode_fp8(
     if first_row + band > rows:
         raise FormatError(f"rows {first_row} to {first_row + band} of a weight that has {rows}", where=name)
     try:
-        block_rows, block_columns = block_shape((rows, columns), tuple(scale.shape), block)
+        block_rows, block_columns = rows_and_columns_per_scale((rows, columns), tuple(scale.shape), block)
     except FormatError as error:
         raise FormatError(error.what, where=name) from error
     scale = decode_e8m0(scale, name=name) if scale.dtype == torch.float8_e8m0fnu else scale.to(torch.float32)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from moepress.errors import FormatError
+from moepress.formats.scale_layout import packed_words
 
 _ONES = np.uint64(0x0101010101010101)
 _LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -27,11 +28,6 @@ _HIGH_BITS = np.uint64(0xF8F8F8F8F8F8F8F8)
 _EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
 _EVEN_PAIRS = np.uint64(0x0000FFFF0000FFFF)
 _LOW_WORD = np.uint64(0xFFFFFFFF)
-
-
-def packed_columns(columns: int) -> int:
-    """int32 words in a row of ``columns`` codes."""
-    return -(-columns // 8)
 
 
 def pack_int4(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,7 +45,7 @@ def pack_int4(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Ten
     """
     if codes.dtype != torch.int8 or codes.ndim == 0:
         raise FormatError(f"codes to pack must be int8 of one dimension or more, got {codes.dtype} {list(codes.shape)}")
-    shape = (*codes.shape[:-1], packed_columns(codes.shape[-1]))
+    shape = (*codes.shape[:-1], packed_words(codes.shape[-1]))
     out = _buffer(out, shape, torch.int32, codes.device)
     if codes.shape[-1] % 8:
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 8), value=-8)  # −8 packs to the nibble 0
@@ -85,9 +81,9 @@ def unpack_int4(packed: torch.Tensor, columns: int, out: torch.Tensor | None = N
         raise FormatError(
             f"packed codes must be int32 of one dimension or more, got {packed.dtype} {list(packed.shape)}"
         )
-    if packed.shape[-1] != packed_columns(columns):
+    if packed.shape[-1] != packed_words(columns):
         raise FormatError(
-            f"{packed.shape[-1]} packed words a row cannot be {columns} columns, which take {packed_columns(columns)}",
+            f"{packed.shape[-1]} packed words a row cannot be {columns} columns, which take {packed_words(columns)}",
             hint="weight_shape and weight_packed contradict each other",
         )
     out = _buffer(out, (*packed.shape[:-1], columns), torch.int8, packed.device)

@@ -1,0 +1,137 @@
+"""One stored weight to float32, whatever it is stored as.
+
+    dense         the numbers themselves, widened
+    fp8_*         code × scale                                   (`fp8`)
+    int4_packed   (code − zero point) × scale of its group       (`int4`)
+    fused_experts [experts, out, in], dense or FP8
+
+This is the only place where a `StoredWeight` becomes numbers. It returns float32 always: decoding in bfloat16 would
+round a second time. Memory is that of the result plus the codes of the rows asked for; a band of rows reads only its
+bytes.
+
+What the headers could not tell is checked here, against the tensors: NaN and infinity, scales, ``weight_shape`` against
+the packed width, and the activation order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moepress.errors import FormatError
+from moepress.formats.fp8 import decode_e8m0, decode_fp8
+from moepress.formats.int4 import dequantize_int4, unpack_int4
+from moepress.formats.reader import TensorReader
+from moepress.formats.storage import StoredWeight
+
+
+def load_weight(
+    reader: TensorReader, stored: StoredWeight, *, rows: slice | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Read and decode a weight, or some of its rows.
+
+    Args:
+        reader: of the checkpoint that ``stored`` belongs to.
+        stored: from `resolve_storage`.
+        rows: rows of the first logical dimension (of fused experts: experts); step 1. All when None.
+        out: float32, contiguous, of the result's shape: filled and returned. Allocated when None.
+
+    Returns:
+        float32 ``[rows, in]``, or ``stored.shape`` when ``rows`` is None. The caller owns it.
+
+    Raises:
+        FormatError: NaN or infinity in the tensor or its scale, a ``weight_shape`` or ``g_idx`` that contradicts the
+            packed tensor, or a buffer of another shape.
+    """
+    first, last = _row_range(stored, rows)
+    shape = stored.shape if rows is None else (last - first, *stored.shape[1:])
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    elif tuple(out.shape) != shape or out.dtype != torch.float32 or not out.is_contiguous():
+        raise FormatError(f"the buffer must be contiguous float32 {list(shape)}", where=stored.name)
+    if stored.kind == "fused_experts":
+        _load_fused(reader, stored, first, last, out)
+    elif stored.kind == "dense":
+        _load_dense(reader, stored, first, last, out)
+    elif stored.kind == "int4_packed":
+        _load_packed(reader, stored, first, last, out)
+    else:
+        codes, scale = _rows(reader, stored, "weight", first, last), _fp8_scale(reader, stored)
+        decode_fp8(codes, scale, block=stored.block, out=out, first_row=first, rows=stored.shape[0], name=stored.name)
+    return out
+
+
+def _row_range(stored: StoredWeight, rows: slice | None) -> tuple[int, int]:
+    if rows is None:
+        return 0, stored.shape[0] if stored.shape else 1
+    if not stored.shape or rows.step not in (None, 1):
+        raise FormatError(f"cannot take {rows} of a weight of shape {list(stored.shape)}", where=stored.name)
+    first, last, _ = rows.indices(stored.shape[0])
+    return first, max(first, last)
+
+
+def _rows(reader: TensorReader, stored: StoredWeight, role: str, first: int, last: int) -> torch.Tensor:
+    ref = stored.parts[role]
+    return reader.rows(ref, first, last) if ref.shape else reader.tensor(ref)
+
+
+def _load_dense(reader: TensorReader, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
+    out.copy_(_rows(reader, stored, "weight", first, last))
+    _check_finite(out, stored.name)
+
+
+def _check_finite(values: torch.Tensor, name: str) -> None:
+    if wrong := values.numel() - int(torch.isfinite(values).sum()):
+        raise FormatError(f"{wrong} of {values.numel()} values are NaN or infinite", where=name)
+
+
+def _fp8_scale(reader: TensorReader, stored: StoredWeight) -> torch.Tensor:
+    scale = reader.tensor(stored.parts["scale"])
+    return decode_e8m0(scale, name=stored.parts["scale"].name) if stored.scale_encoding == "e8m0" else scale
+
+
+def _load_fused(reader: TensorReader, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
+    """Experts ``first`` to ``last`` of ``[experts, out, in]``, one at a time: codes of one expert are in memory."""
+    scale = _fp8_scale(reader, stored) if "scale" in stored.parts else None
+    for expert in range(first, last):
+        name = f"{stored.name}[{expert}]"
+        weight = reader.rows(stored.parts["weight"], expert, expert + 1)[0]
+        if scale is not None:
+            weight = decode_fp8(weight, scale[expert] if scale.ndim else scale, block=stored.block, name=name)
+        decoded = out[expert - first]
+        decoded.copy_(weight.T if stored.transposed else weight)
+        _check_finite(decoded, name)
+
+
+def _load_packed(reader: TensorReader, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
+    parts = stored.parts
+    rows, columns = stored.shape
+    stated = reader.tensor(parts["shape"]).tolist()
+    if stated != [rows, columns]:
+        raise FormatError(
+            f"weight_shape says {stated}; {list(parts['packed'].shape)} packed words and scales of shape "
+            f"{list(parts['scale'].shape)} hold [{rows}, {columns}]",
+            where=stored.name,
+        )
+    codes = unpack_int4(_rows(reader, stored, "packed", first, last), columns)
+    scale = _rows(reader, stored, "scale", first, last)
+    _check_finite(scale, parts["scale"].name)
+    zero_point = None
+    if "zero_point" in parts:  # packed along rows, so a band may begin inside a word
+        words = reader.rows(parts["zero_point"], first // 8, -(-last // 8))
+        unpacked = unpack_int4(words.T.contiguous(), words.shape[0] * 8).T
+        zero_point = unpacked[first % 8 : first % 8 + last - first]
+    g_idx = reader.tensor(parts["g_idx"]) if "g_idx" in parts else None
+    if g_idx is not None:
+        _check_act_order(g_idx, parts["scale"].shape[1], stored)
+    dequantize_int4(codes, scale, zero_point=zero_point, g_idx=g_idx, out=out)
+
+
+def _check_act_order(g_idx: torch.Tensor, groups: int, stored: StoredWeight) -> None:
+    """Every group has its share of columns, or some columns would be read with a scale that was never theirs."""
+    columns = g_idx.numel()
+    inside = bool(((g_idx >= 0) & (g_idx < groups)).all())
+    if not inside or bool((torch.bincount(g_idx, minlength=groups) != columns // groups).any()):
+        raise FormatError(
+            f"weight_g_idx does not give each of {groups} groups {columns // groups} of the {columns} columns",
+            where=stored.name,
+        )
