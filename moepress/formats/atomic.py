@@ -67,13 +67,13 @@ def sync_folder(folder: Path) -> None:
 def atomic_file(path: Path) -> Iterator[int]:
     """A descriptor to write to; when the block ends, its content is ``path``, durably.
 
-    An exception inside removes the temporary file and leaves ``path`` as it was.
+    An exception inside the block removes the temporary file, leaves ``path`` as it was, and passes on unchanged.
 
     Args:
         path: the final name. Its folder must exist. A file of that name is replaced.
 
     Raises:
-        ConvertError: the operating system refused to open, write, flush or rename; the disk is full.
+        ConvertError: the operating system refused to open, flush or rename; the disk is full.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
@@ -83,23 +83,42 @@ def atomic_file(path: Path) -> Iterator[int]:
     try:
         try:
             yield descriptor
-            os.fsync(descriptor)
+            _flush(descriptor, path)
         finally:
             os.close(descriptor)
-        temporary.rename(path)
-        sync_folder(path.parent)
-    except BaseException as error:
+        _publish(temporary, path)
+    except BaseException:
         with suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError):
-            raise write_error(path, error) from error
         raise
 
 
-def write_all(descriptor: int, data: memoryview) -> None:
-    """All of ``data``: the kernel may take less than it is given, and never more than 2 GiB at once."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+def _flush(descriptor: int, path: Path) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    try:
+        temporary.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def write_all(descriptor: int, data: memoryview, path: Path) -> None:
+    """All of ``data``: the kernel may take less than it is given, and never more than 2 GiB at once.
+
+    Raises:
+        ConvertError: it was refused; ``path`` is the name for the message.
+    """
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -109,7 +128,7 @@ def atomic_write_text(path: Path, text: str) -> None:
         ConvertError: see `atomic_file`.
     """
     with atomic_file(path) as descriptor:
-        write_all(descriptor, memoryview(text.encode("utf-8")))
+        write_all(descriptor, memoryview(text.encode("utf-8")), path)
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
@@ -173,5 +192,5 @@ def copy_file(source: Path, target: Path) -> str:
             while count := reading.readinto(buffer):
                 part = memoryview(buffer)[:count]
                 digest.update(part)
-                write_all(descriptor, part)
+                write_all(descriptor, part, target)
     return digest.hexdigest()

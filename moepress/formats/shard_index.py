@@ -45,7 +45,7 @@ def check_shard_name(shard: str) -> None:
         FormatError: absolute, with '..' or a backslash, a control character, or another ending.
     """
     path = PurePosixPath(shard)
-    # as_posix() differs for './x', 'a//b' and 'a/': spellings under which a listing of the folder does not know the file.
+    # as_posix() differs for './x', 'a//b' and 'a/': spellings under which no listing of the folder has the file.
     unsafe = path.is_absolute() or ".." in path.parts or "\\" in shard or path.as_posix() != shard
     if unsafe or not shard.isprintable() or not shard.endswith(".safetensors"):
         raise FormatError(
@@ -90,8 +90,8 @@ def parse_index(text: str, *, where: str) -> ShardIndex:
 def shards_without_index(names: Iterable[str], *, where: str) -> tuple[str, ...]:
     """The shards of a folder that has no index.
 
-    One ``model.safetensors`` needs none. Numbered shards are accepted when the numbers in their names prove that all are
-    there (servers read such folders; transformers does not, so the caller warns).
+    One ``model.safetensors`` needs none. Numbered shards are accepted when the numbers in their names prove that all
+    are there (servers read such folders; transformers does not, so the caller warns).
 
     Args:
         names: top-level .safetensors files.

@@ -3,7 +3,7 @@
 An allow-list of tokenizer names is how converted checkpoints lose ``tiktoken.model``, ``tokenization_kimi.py`` and
 the module it imports. So it is the other way round: everything travels, subfolders too, except
 
-- config.json and any ``*.index.json``, which the converter writes itself (a copied index names shards that are not there);
+- config.json and any ``*.index.json``, which the converter writes itself (a copied index names shards that are gone);
 - weights, ours and those in other formats (.bin, .pth, .gguf, ...), which would be a second model in the folder;
 - links out of the folder: a cloned repository may hold a link to anything on this machine, and a side file gets
   published. A Hub cache's own links, from a snapshot into its blobs, are the files themselves.
