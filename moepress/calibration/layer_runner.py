@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from moepress.calibration.activations import Activations, Scratch
-from moepress.calibration.decoder import DecoderClasses
+from moepress.calibration.decoder import CacheView, DecoderClasses
 from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, experts_forward, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock, LayerNames, load_experts
 from moepress.calibration.weights import WeightSource
@@ -141,6 +141,20 @@ class OpenLayer:
         self._names = names
         self._context = context
 
+    @property
+    def cache_view(self) -> CacheView:
+        """What the layer's attention gives to a KV cache."""
+        return self._context.classes.cache
+
+    @property
+    def rope_dim(self) -> int:
+        """MLA: columns of the rotated key; 0 otherwise."""
+        return int(getattr(self._context.config, "qk_rope_head_dim", 0))
+
+    def batches(self, stream: Stream) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the samples of each batch."""
+        return self._context.settings.batches(len(stream.hidden))
+
     @torch.no_grad()
     def dense_part(self, stream: Stream) -> RoutedTokens | None:
         """Everything but the routed experts, for all samples; `stream.hidden` is replaced.
@@ -150,7 +164,7 @@ class OpenLayer:
             then complete. The caller releases them.
         """
         settings, routed = self._context.settings, self._allocate_routed(stream)
-        for start, stop in settings.batches(len(stream.hidden)):
+        for start, stop in self.batches(stream):
             hidden = settings.on_device(stream.hidden.read(start, stop))
             out = self.module(hidden, **self._position(hidden), **self._carried(stream, start, stop))
             if self._context.classes.carries_topk:
@@ -172,11 +186,10 @@ class OpenLayer:
             routed: what that returned.
             weights: gives the experts' weights, asked for in ascending blocks; None = the source's.
         """
-        settings = self._context.settings
         total = self._context.scratch.allocate(routed.x.shape, torch.float32)
         for experts in self.expert_blocks():
             self._add_block(stream, routed, (weights or self.load_experts)(experts), total)
-        for start, stop in settings.batches(len(stream.hidden)):
+        for start, stop in self.batches(stream):
             hidden = stream.hidden.read(start, stop).to(torch.float32, copy=True)
             hidden[stream.real(start, stop)] += total.read(stream.first_token(start), stream.first_token(stop))
             stream.hidden.write(start, hidden)
@@ -231,7 +244,7 @@ class OpenLayer:
 
     def _add_block(self, stream: Stream, routed: RoutedTokens, block: ExpertBlock, total: Activations) -> None:
         device = self._context.settings.device
-        for start, stop in self._context.settings.batches(len(stream.hidden)):
+        for start, stop in self.batches(stream):
             first, last = stream.first_token(start), stream.first_token(stop)
             x, expert, weight = (part.to(device) for part in routed.read(first, last))
             out = total.read(first, last).to(device, copy=True)

@@ -1,0 +1,249 @@
+"""What a server would put into its KV cache, and what storing that as FP8 does to attention.
+
+The probe stands where transformers' cache stands: every attention calls ``past_key_values.update(…)`` with what it
+would store, and goes on with what it gets back. Giving back the same value measures; giving back the value as FP8 would
+hold it,
+
+    q(x; s) = s · e4m3(clamp(x / s, ±448))
+
+shows the effect. What is stored depends on the family, and servers store it in the same form:
+
+    GQA   k         K after rotation           v      V
+    MLA   latent    c_kv after kv_a_layernorm  k_pe   rotated key, one for all heads
+
+(transformers expands the latent before its cache where attention is sparse; there the latent is taken from the norm.)
+
+e4m3 holds ±448 at most; below 2⁻⁶ it is subnormal and loses precision, and what is below 2⁻¹⁰ becomes zero. A scale too
+small clips, one too large pushes values down there. Four candidates are measured:
+
+    unit          1.0: what a server uses that reads no scale
+    calibrated    amax / 448, per tensor; amax is the true maximum in float32 over all real tokens, no moving average
+    power_of_two  the next power of two above that: it can be folded into the weights without changing a bit
+    one_scale     MLA only: the larger of the two calibrated scales for both, for servers that keep one per row
+
+Per layer and candidate: the shares of values that clip or fall below the normal range, and the relative error of the
+attention block's output, √(Σ‖o′ − o‖² / Σ‖o‖²), over real tokens. Which scales to write, and where, is the runtime
+contract's question. The layer's attention runs twice, and once more per candidate; a few samples are enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from moepress.calibration.decoder import CacheView
+from moepress.calibration.layer_runner import OpenLayer, Stream
+from moepress.errors import QuantizeError
+
+E4M3_MAX = 448.0
+E4M3_SMALLEST_NORMAL = 2.0**-6
+
+
+@dataclass(frozen=True)
+class StoredShare:
+    """How one cached tensor fares at one scale.
+
+    Attributes:
+        scale: the value stored is x / scale.
+        clipped: share of values beyond ±448.
+        below_normal: share of values, zeros apart, that e4m3 holds as subnormal or as zero.
+    """
+
+    scale: float
+    clipped: float
+    below_normal: float
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's measurements.
+
+    Attributes:
+        layer: index.
+        amax: cached tensor (``k`` and ``v``, or ``latent`` and ``k_pe``) -> largest magnitude, float32.
+        shares: candidate -> cached tensor -> shares.
+        attention_error: candidate -> relative error of the attention block's output.
+    """
+
+    layer: int
+    amax: Mapping[str, float]
+    shares: Mapping[str, Mapping[str, StoredShare]]
+    attention_error: Mapping[str, float]
+
+    def scales(self, candidate: str) -> dict[str, float]:
+        """Cached tensor -> scale, of one candidate."""
+        return {name: share.scale for name, share in self.shares[candidate].items()}
+
+
+def store_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """The values as an FP8 cache gives them back: any shape, float; saturating, like the servers' kernels."""
+    scaled = (values.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
+    return (scaled.to(torch.float8_e4m3fn).float() * scale).to(values.dtype)
+
+
+@dataclass
+class _Counts:
+    """Values of one cached tensor under one candidate: all, beyond the maximum, below the normal range."""
+
+    total: int = 0
+    clipped: int = 0
+    below: int = 0
+
+    def share(self, scale: float) -> StoredShare:
+        return StoredShare(scale, self.clipped / self.total, self.below / self.total)
+
+
+class CacheProbe:
+    """Stands where transformers' KV cache stands, for one attention call at a time.
+
+    Args:
+        layer: the decoder layer to watch; the probe hangs on it until `detach`.
+        view: what the family's attention gives to its cache.
+        rope_dim: MLA: columns of the rotated key; 0 otherwise.
+
+    Attributes:
+        amax: cached tensor -> largest magnitude seen so far.
+    """
+
+    def __init__(self, layer: nn.Module, view: CacheView, rope_dim: int) -> None:
+        self.amax: dict[str, float] = {}
+        self._view = view
+        self._rope_dim = rope_dim
+        self._real: torch.Tensor | None = None
+        self._scales: Mapping[str, float] | None = None
+        self._counts: dict[str, _Counts] = {}
+        self._hook: RemovableHandle | None = None
+        if view != "key_value":
+            norm = layer.get_submodule("self_attn.kv_a_layernorm")
+            self._hook = norm.register_forward_hook(lambda _module, _inputs, output: self._pass("latent", output))
+
+    def observe(self, real: torch.Tensor) -> None:
+        """Let the next call's values through as they are. real: [b, S] bool, which positions are tokens."""
+        self._real, self._scales = real, None
+
+    def store(self, real: torch.Tensor, scales: Mapping[str, float], counts: dict[str, _Counts]) -> None:
+        """Store the next call's values as FP8 at these scales, and count into `counts`."""
+        self._real, self._scales, self._counts = real, scales, counts
+
+    def detach(self) -> None:
+        """Leave the layer as it was."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def update(
+        self, first: torch.Tensor, second: torch.Tensor, layer_idx: int, *_: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """transformers' cache interface: what attention would store, [b, heads, S, columns] each."""
+        del layer_idx
+        if self._view == "key_value":
+            return self._pass("k", first), self._pass("v", second)
+        if self._view == "latent":  # the hook on the norm has seen the latent
+            return first, self._pass("k_pe", second)
+        nope = first.shape[-1] - self._rope_dim
+        rotated = self._pass("k_pe", first[:, :1, :, nope:])
+        return torch.cat([first[..., :nope], rotated.expand(-1, first.shape[1], -1, -1)], dim=-1), second
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """transformers' cache interface for the sparse indexer's keys: left alone."""
+        del layer_idx
+        return keys
+
+    def _pass(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """values [b, S, D] or [b, heads, S, D] -> the same, as stored."""
+        if self._real is None:
+            raise RuntimeError("neither observe() nor store() was called")
+        seen = values.transpose(1, 2)[self._real] if values.dim() == 4 else values[self._real]
+        magnitude = seen.float().abs()
+        self.amax[name] = max(self.amax.get(name, 0.0), float(magnitude.max()) if magnitude.numel() else 0.0)
+        if self._scales is None:
+            return values
+        scale = self._scales[name]
+        stored = magnitude / scale
+        counts = self._counts.setdefault(name, _Counts())
+        counts.total += stored.numel()
+        counts.clipped += int((stored > E4M3_MAX).sum())
+        counts.below += int(((stored < E4M3_SMALLEST_NORMAL) & (stored > 0)).sum())
+        return store_e4m3(values, scale)
+
+
+@torch.no_grad()
+def measure_cache(layer: OpenLayer, stream: Stream) -> LayerCache:
+    """Measure one layer; to be called before ``layer.dense_part``, which replaces the layer's inputs.
+
+    Args:
+        layer: open.
+        stream: the layer's inputs; only read.
+
+    Raises:
+        QuantizeError: cached values that are not finite, or that are all zero.
+    """
+    probe = CacheProbe(layer.module, layer.cache_view, layer.rope_dim)
+    try:
+        for start, stop in layer.batches(stream):
+            probe.observe(stream.real(start, stop))
+            layer.attention(stream, start, stop, probe)
+        for name, largest in probe.amax.items():
+            if not 0 < largest < math.inf:
+                raise QuantizeError(f"layer {layer.index}: the largest cached value of {name} is {largest}")
+        candidates = candidate_scales(probe.amax)
+        counts, errors = _store_all(layer, stream, probe, candidates)
+    finally:
+        probe.detach()
+    shares = {
+        candidate: {name: counts[candidate][name].share(scale) for name, scale in scales.items()}
+        for candidate, scales in candidates.items()
+    }
+    return LayerCache(layer.index, dict(probe.amax), shares, errors)
+
+
+def candidate_scales(amax: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """candidate -> cached tensor -> scale; see the module's table."""
+    calibrated = {name: value / E4M3_MAX for name, value in amax.items()}
+    candidates = {
+        "unit": dict.fromkeys(amax, 1.0),
+        "calibrated": calibrated,
+        "power_of_two": {name: 2.0 ** math.ceil(math.log2(scale)) for name, scale in calibrated.items()},
+    }
+    if "latent" in amax:
+        candidates["one_scale"] = dict.fromkeys(amax, max(calibrated.values()))
+    return candidates
+
+
+def suspicious(layers: Sequence[LayerCache]) -> list[str]:
+    """Reasons not to trust a set of measurements: one sentence each, empty when there are none.
+
+    Calibrated scales differ from layer to layer. Equal ones mean that what was measured is not the cache: a hook that
+    saw a constant, or a default that was never replaced.
+    """
+    if len(layers) < 2:
+        return []
+    names = sorted({name for layer in layers for name in layer.amax})
+    return [
+        f"{name}: the same largest value {layers[0].amax[name]:.6g} in all {len(layers)} layers"
+        for name in names
+        if len({layer.amax.get(name) for layer in layers}) == 1
+    ]
+
+
+def _store_all(
+    layer: OpenLayer, stream: Stream, probe: CacheProbe, candidates: Mapping[str, Mapping[str, float]]
+) -> tuple[dict[str, dict[str, _Counts]], dict[str, float]]:
+    """Per candidate: counts per cached tensor, and the relative error of the attention block's output."""
+    counts: dict[str, dict[str, _Counts]] = {candidate: {} for candidate in candidates}
+    error = dict.fromkeys(candidates, 0.0)
+    norm = 0.0
+    for start, stop in layer.batches(stream):
+        real = stream.real(start, stop)
+        probe.observe(real)
+        exact = layer.attention(stream, start, stop, probe)[real].double()
+        norm += float(exact.square().sum())
+        for candidate, scales in candidates.items():
+            probe.store(real, scales, counts[candidate])
+            stored = layer.attention(stream, start, stop, probe)[real].double()
+            error[candidate] += float((stored - exact).square().sum())
+    return counts, {candidate: math.sqrt(total / norm) if norm else 0.0 for candidate, total in error.items()}
