@@ -17,7 +17,7 @@ from typing import Literal
 
 from moepress.errors import PlanRefused
 from moepress.formats.checkpoint import Checkpoint
-from moepress.formats.families import Component, Family, Identity, classify
+from moepress.formats.families import Component, Family, Identity, classify_all
 from moepress.formats.storage import StoredWeight
 from moepress.recipe import Recipe
 
@@ -58,33 +58,40 @@ def decide(checkpoint: Checkpoint, storage: dict[str, StoredWeight], family: Fam
             where=checkpoint.location,
             hint="moepress recipes list",
         )
+    identities = classify_all(family, checkpoint.config, storage)
     decisions = {}
     for name, stored in storage.items():
-        identity = classify(family, checkpoint.config, name)
-        action, reason = _rule(stored, identity, recipe)
-        decisions[name] = Decision(stored, identity, action, reason)
+        main = stored.parts.get("weight") or stored.parts["packed"]
+        action, reason = rule(stored.kind, main.dtype, stored.shape, identities[name], recipe)
+        decisions[name] = Decision(stored, identities[name], action, reason)
     _refuse_nothing_to_do(checkpoint, decisions)
     return decisions
 
 
-def _rule(stored: StoredWeight, identity: Identity, recipe: Recipe) -> tuple[Action, str]:
-    """The recipe's rules, first match wins."""
-    if stored.kind == "int4_packed":
+def rule(kind: str, dtype: str, shape: tuple[int, ...], identity: Identity, recipe: Recipe) -> tuple[Action, str]:
+    """The recipe's word on one weight and the reason; the first rule that fits wins.
+
+    Args:
+        kind: how the source stores it (`StoredWeight.kind`).
+        dtype: of the stored numbers, for the reason.
+        shape: logical.
+    """
+    if kind == "int4_packed":
         return "keep", "already packed INT4 in the source: kept bit for bit"
-    if identity.component is Component.ROUTED_EXPERT and len(stored.shape) == 2:
-        return _expert_rule(stored, identity, recipe)
-    if stored.kind not in FP8_KINDS:
-        return "keep", _ALWAYS_KEPT.get(identity.component, f"{identity.component.value}: already {_dtype(stored)} in the source")
+    if identity.component is Component.ROUTED_EXPERT and len(shape) == 2:
+        return _expert_rule(kind, identity, recipe)
+    if kind not in FP8_KINDS:
+        return "keep", _ALWAYS_KEPT.get(identity.component, f"{identity.component.value}: {dtype} in the source")
     wish, field = _wish(identity, recipe)
     if wish == "bf16":
         return "bf16", f"{field}: bf16"
     return "keep", f"{field}: source"
 
 
-def _expert_rule(stored: StoredWeight, identity: Identity, recipe: Recipe) -> tuple[Action, str]:
+def _expert_rule(kind: str, identity: Identity, recipe: Recipe) -> tuple[Action, str]:
     if not identity.is_mtp or recipe.mtp.experts == "quantize":
         return "quantize", f"routed expert: INT{recipe.weights.num_bits}"
-    if recipe.mtp.experts == "bf16" and stored.kind in FP8_KINDS:
+    if recipe.mtp.experts == "bf16" and kind in FP8_KINDS:
         return "bf16", "mtp.experts: bf16"
     return "keep", f"mtp.experts: {recipe.mtp.experts}"
 
@@ -100,10 +107,6 @@ def _wish(identity: Identity, recipe: Recipe) -> tuple[str, str]:
         Component.DENSE_MLP: (recipe.rest.dense_mlp, "rest.dense_mlp"),
     }
     return fields.get(identity.component, ("source", f"{identity.component.value}"))
-
-
-def _dtype(stored: StoredWeight) -> str:
-    return stored.parts["weight"].dtype
 
 
 def _refuse_nothing_to_do(checkpoint: Checkpoint, decisions: dict[str, Decision]) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 from moepress.convert.plan import ConversionPlan
 from moepress.errors import ConvertError, PlanRefused
-from moepress.formats.writer import TEMPORARY_PREFIX, atomic_write_json
+from moepress.formats.atomic import atomic_write_json
+from moepress.formats.sources import TEMPORARY_SUFFIX
 
 STATE_FOLDER = ".moepress"
 
@@ -82,7 +83,7 @@ class Journal:
         strangers = []
         for path in sorted(self.out.rglob("*")):
             relative = path.relative_to(self.out).as_posix()
-            if path.is_dir() or relative.startswith(f"{STATE_FOLDER}/") or path.name.startswith(TEMPORARY_PREFIX):
+            if path.is_dir() or relative.startswith(f"{STATE_FOLDER}/") or path.name.endswith(TEMPORARY_SUFFIX):
                 continue
             if relative not in known:
                 strangers.append(relative)
@@ -100,7 +101,7 @@ class Journal:
         self.receipts_folder.mkdir(parents=True, exist_ok=True)
         with _exclusive(self.state / "run.lock"):
             self.check()
-            for path in self.out.rglob(f"{TEMPORARY_PREFIX}*"):
+            for path in self.out.rglob(f"*{TEMPORARY_SUFFIX}"):
                 path.unlink()
             atomic_write_json(self.state / "plan.json", self.plan.as_json())
             yield
@@ -153,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _is_ours_unfinished(entry: Path) -> bool:
     """The state folder of a run that died before its plan was written, or a temporary file."""
-    return entry.name == STATE_FOLDER or entry.name.startswith(TEMPORARY_PREFIX)
+    return entry.name == STATE_FOLDER or entry.name.endswith(TEMPORARY_SUFFIX)
 
 
 def _difference(begun: dict[str, Any], plan: ConversionPlan) -> str:

@@ -84,8 +84,9 @@ def plan_outputs(decision: Decision, recipe: Recipe, *, fp8_scale_suffix: str) -
         scale_name = f"{_module(stored.name)}.{fp8_scale_suffix}"
         scale_dtype = "F32" if stored.scale_encoding == "e8m0" else scale.dtype
         scale_shape = (scale.shape[0], 1) if stored.kind == "fp8_channel" and len(scale.shape) == 1 else scale.shape
-        outputs = (OutputTensor(weight.name, weight.dtype, weight.shape), OutputTensor(scale_name, scale_dtype, scale_shape))
-        return WeightPlan(stored.name, action, outputs)
+        first = (OutputTensor(weight.name, weight.dtype, weight.shape), OutputTensor(scale_name, scale_dtype, scale_shape))
+        rest = tuple(OutputTensor(r.name, r.dtype, r.shape) for role, r in stored.parts.items() if role not in ("weight", "scale"))
+        return WeightPlan(stored.name, action, first + rest)
     return WeightPlan(stored.name, action, tuple(OutputTensor(r.name, r.dtype, r.shape) for r in stored.parts.values()))
 
 

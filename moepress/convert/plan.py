@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moepress.convert.decide import FP8_KINDS, Decision, decide
+from moepress.convert.decide import FP8_KINDS, Decision, decide, rule
 from moepress.convert.layout import ShardPlan, assign_shards, plan_outputs
 from moepress.errors import CheckpointError, PlanRefused
-from moepress.formats.architecture import expected_weights
+from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import Component, Family, identify_family
 from moepress.formats.runtime_contract import contract_for
+from moepress.formats.sizes import tensor_parallel_problems
 from moepress.formats.storage import StoredWeight, resolve_storage
 from moepress.recipe import Recipe
 
 PRESS_VERSION = 1
 """Changes when the same recipe and source would press other bytes; then an old run cannot be resumed."""
+
+MAY_BE_THERE = ("k_scale", "v_scale", "q_scale", "kv_scale", "rotary_emb.inv_freq")
+"""Ends of names that some tools add: carried, never expected."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
     storage = resolve_storage(checkpoint)
     check_census(checkpoint, storage)
     decisions = decide(checkpoint, storage, family, recipe)
+    check_parallel(checkpoint.config, recipe)
     layout = choose_layout(decisions, family, recipe)
     suffix = "weight_scale" if layout == "two_groups" else "weight_scale_inv"
     weights = [(d, plan_outputs(d, recipe, fp8_scale_suffix=suffix)) for d in decisions.values()]
@@ -105,15 +110,24 @@ def check_census(checkpoint: Checkpoint, storage: dict[str, StoredWeight]) -> No
     Raises:
         CheckpointError: naming up to five missing or unexpected weights, with counts.
     """
-    expected = {spec.name: spec.shape for spec in expected_weights(checkpoint.config)}
-    missing = [name for name in expected if name not in storage]
-    unexpected = [name for name in storage if name not in expected]
+    specs = expected_weights(checkpoint.config)
+    expected = {spec.name: spec.shape for spec in specs}
+    fused = [stored for stored in storage.values() if stored.kind == "fused_experts"]
+    if fused:
+        raise CheckpointError(
+            f"{len(fused)} tensors hold the experts of a layer fused in 3-D, the first {fused[0].name} {list(fused[0].shape)};"
+            " servers read compressed-tensors experts one by one",
+            where=checkpoint.location,
+            hint="use the published checkpoint (one tensor per expert); transformers' save_pretrained fuses experts",
+        )
+    missing = [spec.name for spec in specs if spec.copy_of is None and spec.name not in storage]
+    unexpected = [name for name in storage if name not in expected and not name.endswith(MAY_BE_THERE)]
     problems = []
     if missing:
         problems.append(f"{len(missing):,} of {len(expected):,} weights are missing: {_some(missing)}")
     if unexpected:
         problems.append(f"{len(unexpected):,} weights are not announced by config.json: {_some(unexpected)}")
-    wrong = [n for n, shape in expected.items() if n in storage and tuple(storage[n].shape) != tuple(shape)]
+    wrong = [n for n, shape in expected.items() if n in storage and storage[n].shape != tuple(shape)]
     if wrong:
         name = wrong[0]
         problems.append(
@@ -123,6 +137,34 @@ def check_census(checkpoint: Checkpoint, storage: dict[str, StoredWeight]) -> No
     if problems:
         raise CheckpointError(
             "; ".join(problems), where=checkpoint.location, hint="download the missing shards again, or correct config.json"
+        )
+
+
+def pressed_specs(config: dict[str, Any], recipe: Recipe) -> list[WeightSpec]:
+    """The weights that a configuration implies, stored as the recipe would have them. From configuration alone."""
+    kinds = {"bf16": "dense", "f32": "dense", "int4": "int4_packed"}
+    specs = []
+    for spec in expected_weights(config):
+        kind = kinds.get(spec.published.kind, spec.published.kind)
+        action, _ = rule(kind, spec.published.kind, spec.shape, spec.identity, recipe)
+        stored = {"keep": spec.published, "bf16": BF16, "quantize": StoredAs("int4", recipe.weights.group_size)}[action]
+        specs.append(replace(spec, published=stored))
+    return specs
+
+
+def check_parallel(config: dict[str, Any], recipe: Recipe) -> None:
+    """Groups and blocks must fall on the cuts between ranks: servers divide without a word.
+
+    Raises:
+        PlanRefused: with every problem.
+    """
+    ranks = recipe.serving.tensor_parallel
+    problems = tensor_parallel_problems(config, pressed_specs(config, recipe), tp=ranks)
+    if problems:
+        raise PlanRefused(
+            f"the result cannot be served on {ranks} tensor-parallel ranks: {'; '.join(problems)}",
+            where="serving.tensor_parallel",
+            hint="--set serving.tensor_parallel=N for another number of ranks, or --set weights.group_size=32",
         )
 
 

@@ -1,0 +1,196 @@
+"""What ``moepress plan`` says: bytes, memory per GPU, KV tokens, disk and time, before any work.
+
+Two kinds of source: a checkpoint folder (everything, exact to the byte, with disk and time), or a ``config.json`` alone
+(sizes and memory from arithmetic, for a model that is not here).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moepress.convert.estimate import DiskNeed, TimeEstimate, check_disk, disk_need, estimate_time
+from moepress.convert.journal import Journal
+from moepress.convert.plan import ConversionPlan, check_parallel, make_plan, pressed_specs
+from moepress.errors import CheckpointError, PlanRefused
+from moepress.formats.architecture import expected_weights
+from moepress.formats.checkpoint import open_checkpoint
+from moepress.formats.families import identify_family
+from moepress.formats.sizes import (
+    GIB,
+    bytes_per_gpu,
+    checkpoint_bytes,
+    kv_bytes_per_token,
+    kv_pool_bytes,
+    kv_tokens,
+)
+from moepress.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Side:
+    """One checkpoint's figures, in bytes; ``kv_tokens`` is what fits beside the weights on each GPU."""
+
+    bytes: int
+    weights_per_gpu: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Everything ``plan`` prints."""
+
+    title: str
+    recipe_name: str
+    source: Side
+    pressed: Side
+    tensor_parallel: int
+    gpu_bytes: int
+    memory_fraction: float
+    kv_dtype: str
+    kv_bytes_per_token: int
+    plan: ConversionPlan | None
+    disk: DiskNeed | None
+    time: TimeEstimate | None
+    warnings: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Label, source, pressed, ratio."""
+
+        def gib(count: int) -> str:
+            return f"{count / GIB:,.2f} GiB"
+
+        def ratio(a: int, b: int) -> str:
+            return f"× {b / a:.2f}" if a else ""
+
+        a, b = self.source, self.pressed
+        return [
+            ("checkpoint", gib(a.bytes), gib(b.bytes), ratio(a.bytes, b.bytes)),
+            (f"weights per GPU at TP{self.tensor_parallel}", gib(a.weights_per_gpu), gib(b.weights_per_gpu), ratio(a.weights_per_gpu, b.weights_per_gpu)),
+            (f"KV tokens that fit ({self.kv_dtype})", f"{a.kv_tokens:,}", f"{b.kv_tokens:,}", ratio(a.kv_tokens, b.kv_tokens)),
+        ]
+
+    def lines(self) -> list[str]:
+        """What does not fit a table."""
+        text = [
+            f"KV cache: {self.kv_bytes_per_token:,} bytes a token on each GPU of {self.gpu_bytes / GIB:,.1f} GiB, "
+            f"{self.memory_fraction:.0%} of it for weights and cache"
+        ]
+        if not self.source.kv_tokens and not self.pressed.kv_tokens:
+            text.append("neither fits: use more GPUs or smaller weights")
+        if self.plan is not None:
+            text.append(f"output: {len(self.plan.shards)} shards, layout {self.plan.layout}")
+        if self.disk is not None:
+            text.append(f"disk: {self.disk.needed / GIB:,.2f} GiB needed, {self.disk.free / GIB:,.2f} GiB free in {self.disk.folder}")
+        if self.time is not None:
+            text.append(
+                f"time here: about {_duration(self.time.seconds)} on {self.time.threads} threads (measured: pressing "
+                f"{self.time.press_rate / 1e9:.2f} GB/s, writing {self.time.write_rate / 1e9:.2f} GB/s; bound by {self.time.bound_by})"
+            )
+        return text
+
+    def as_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "recipe": self.recipe_name,
+            "source": self.source.__dict__,
+            "pressed": self.pressed.__dict__,
+            "tensor_parallel": self.tensor_parallel,
+            "gpu_bytes": self.gpu_bytes,
+            "memory_fraction": self.memory_fraction,
+            "kv_dtype": self.kv_dtype,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "warnings": list(self.warnings),
+        }
+        if self.plan is not None:
+            data["plan"] = self.plan.as_json()
+        if self.disk is not None:
+            data["disk"] = {"needed": self.disk.needed, "free": self.disk.free, "folder": str(self.disk.folder)}
+        if self.time is not None:
+            data["time"] = {**self.time.__dict__, "bound_by": self.time.bound_by}
+        return data
+
+
+def outlook(
+    source: str,
+    recipe: Recipe,
+    out: Path | None,
+    *,
+    gpu_bytes: int,
+    memory_fraction: float,
+    kv_dtype: str,
+    threads: int | None = None,
+) -> Outlook:
+    """Everything a conversion would need and give.
+
+    Args:
+        source: a checkpoint folder, or a config.json.
+        out: where the output would go; checked, not created. The current folder's disk without it.
+        gpu_bytes: memory of one GPU.
+        memory_fraction: share of it for weights and KV cache.
+        kv_dtype: ``bf16`` or ``fp8``.
+
+    Raises:
+        CheckpointError, FormatError, PlanRefused: whatever would stop the conversion.
+    """
+    if kv_dtype not in ("bf16", "fp8"):
+        raise PlanRefused(f"kv dtype {kv_dtype!r} is neither bf16 nor fp8", where="--kv-dtype")
+    plan, disk, time = None, None, None
+    path = Path(source)
+    if path.is_file():
+        config = _config(path)
+        check_parallel(config, recipe)
+        warnings: tuple[str, ...] = ("sizes from config.json alone; disk and time need the checkpoint",)
+        specs = expected_weights(config)
+        source_bytes, pressed_bytes = checkpoint_bytes(specs), checkpoint_bytes(pressed_specs(config, recipe))
+    else:
+        checkpoint = open_checkpoint(source)
+        config = checkpoint.config
+        plan = make_plan(checkpoint, recipe)
+        target = out or Path("moepress-output")
+        Journal(target, plan).check()
+        disk = disk_need(plan, target)
+        check_disk(plan, target)
+        time = estimate_time(plan, target, threads=threads)
+        warnings = plan.warnings
+        specs = expected_weights(config)
+        source_bytes, pressed_bytes = plan.source_bytes, plan.output_bytes
+    ranks = recipe.serving.tensor_parallel
+    per_token = kv_bytes_per_token(config, kv_dtype, tp=ranks)  # type: ignore[arg-type]
+
+    def side(size: int, weights: Any) -> Side:
+        per_gpu = bytes_per_gpu(config, weights, tp=ranks).total
+        return Side(size, per_gpu, kv_tokens(kv_pool_bytes(gpu_bytes, memory_fraction, per_gpu), per_token))
+
+    return Outlook(
+        title=identify_family(config).title,
+        recipe_name=recipe.name,
+        source=side(source_bytes, specs),
+        pressed=side(pressed_bytes, pressed_specs(config, recipe)),
+        tensor_parallel=ranks,
+        gpu_bytes=gpu_bytes,
+        memory_fraction=memory_fraction,
+        kv_dtype=kv_dtype,
+        kv_bytes_per_token=per_token,
+        plan=plan,
+        disk=disk,
+        time=time,
+        warnings=warnings,
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot be read as a configuration: {error}", where=str(path)) from error
+    if not isinstance(data, dict):
+        raise CheckpointError("is not a JSON object", where=str(path))
+    return data
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,92 @@
+"""A conversion from start to finish: plan minus receipts, in parallel inside this process, then the finishing files.
+
+The command may be stopped at any moment, also by kill -9, and given again: finished shards are recognised by their
+receipts, half-written ones were never visible, and the folder becomes a checkpoint (index, config) only at the very end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from moepress.convert.estimate import check_disk
+from moepress.convert.finish import finish
+from moepress.convert.journal import Journal
+from moepress.convert.plan import ConversionPlan, make_plan
+from moepress.convert.units import Pool, run_unit
+from moepress.formats.checkpoint import open_checkpoint
+from moepress.formats.reader import TensorReader
+from moepress.recipe import Recipe
+
+
+class Watcher(Protocol):
+    """What somebody who looks at a run is told. All calls come from the thread that runs the conversion."""
+
+    def begin(self, plan: ConversionPlan, bytes_done: int) -> None: ...
+    def unit(self, label: str) -> None: ...
+    def advance(self, source_bytes: int) -> None: ...
+    def unit_done(self, receipt: dict[str, Any]) -> None: ...
+
+
+class Silent:
+    """Watches nothing."""
+
+    def begin(self, plan: ConversionPlan, bytes_done: int) -> None: ...
+    def unit(self, label: str) -> None: ...
+    def advance(self, source_bytes: int) -> None: ...
+    def unit_done(self, receipt: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A finished conversion. ``report`` is what ``moepress_report.json`` holds; ``resumed`` counts shards found finished."""
+
+    plan: ConversionPlan
+    out: Path
+    report: dict[str, Any]
+    seconds: float
+    resumed: int
+
+
+def convert(source: str | Path, out: Path, recipe: Recipe, *, threads: int | None = None, watcher: Watcher | None = None) -> Conversion:
+    """Presses the checkpoint at ``source`` into ``out``.
+
+    Args:
+        source: a local checkpoint folder.
+        out: a new or empty folder, or one that the same conversion was begun in.
+        threads: pressing threads; the machine's processors by default. Does not change a byte of the result.
+        watcher: is told about progress.
+
+    Raises:
+        CheckpointError, FormatError: the source is incomplete or damaged.
+        PlanRefused: it cannot work, found before any work.
+        QuantizeError, ConvertError: it stopped on the way; the same command resumes.
+    """
+    started = time.monotonic()
+    watcher = watcher or Silent()
+    checkpoint = open_checkpoint(source)
+    plan = make_plan(checkpoint, recipe)
+    journal = Journal(out, plan)
+    journal.check()
+    done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
+    check_disk(plan, out, finished=set(done))
+    with journal.open(), TensorReader(checkpoint) as reader, Pool(threads or os.cpu_count() or 1) as pool:
+        watcher.begin(plan, sum(shard_source_bytes(plan, s.name) for s in plan.shards if s.name in done))
+        for shard in plan.shards:
+            if shard.name in done:
+                continue
+            watcher.unit(shard.label)
+            receipt = run_unit(shard, plan, reader, out, pool, watcher.advance)
+            journal.write_receipt(shard.name, receipt)
+            watcher.unit_done(receipt)
+        report = finish(checkpoint, plan, journal)
+    return Conversion(plan, out, report, time.monotonic() - started, resumed=len(done))
+
+
+def shard_source_bytes(plan: ConversionPlan, shard_name: str) -> int:
+    """Source bytes that go into a shard."""
+    shard = next(shard for shard in plan.shards if shard.name == shard_name)
+    return sum(part.nbytes for weight in shard.weights for part in plan.decisions[weight.name].stored.parts.values())

@@ -1,0 +1,92 @@
+"""Does config.json say what the files hold? Asked with compressed-tensors' own schema and matcher, module by module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import is_match
+
+from moepress.formats.checkpoint import Checkpoint
+from moepress.formats.families import Component, Family, classify, mtp_layers, text_config
+from moepress.verify.files import OutputFiles
+from moepress.verify.findings import Findings
+
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+
+
+def check_configuration(output: OutputFiles, source: Checkpoint | None, family: Family, findings: Findings) -> None:
+    """Schema, targets and ignore lines, leftovers of the source's quantization, and everything else unchanged."""
+    quantization = output.config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        findings.problem("config.json", "has no quantization_config")
+        return
+    text = text_config(family, output.config)
+    if text is not output.config and "quantization_config" in text:
+        findings.problem("config.json", "has a second quantization_config in its text part")
+    if source is not None and _without_quantization(output.config, family) != _without_quantization(source.config, family):
+        findings.problem("config.json", f"differs from the source's in {_differing(output.config, source.config)}")
+    if quantization.get("quant_method") != "compressed-tensors" or quantization.get("format") != "pack-quantized":
+        findings.problem(
+            "config.json",
+            f"quant_method {quantization.get('quant_method')!r}, format {quantization.get('format')!r}:"
+            " servers read 'compressed-tensors' and 'pack-quantized'",
+        )
+    try:
+        schema = QuantizationConfig.model_validate(quantization)
+    except ValueError as error:
+        findings.problem("config.json", f"compressed-tensors refuses the quantization_config: {' '.join(str(error).split())}")
+        return
+    _check_modules(output, schema, quantization, family, findings)
+    _check_mtp(output, family, findings)
+
+
+def _check_modules(
+    output: OutputFiles, schema: QuantizationConfig, quantization: dict[str, Any], family: Family, findings: Findings
+) -> None:
+    """Each linear module is described as what it is: packed, FP8, or dense and ignored."""
+    linear = torch.nn.Linear(1, 1)
+    groups = {
+        name: (list(group.targets), group.weights.num_bits if group.weights else None)
+        for name, group in schema.config_groups.items()
+    }
+    fp8_everywhere = "linear_fp8_config" in quantization
+    ignore = list(schema.ignore or [])
+    for name, (_, dtype, shape) in output.tensors.items():
+        module, _, part = name.rpartition(".")
+        if part not in ("weight", "weight_packed") or len(shape) != 2:
+            continue
+        component = classify(family, output.config, name).component
+        if component in (Component.EMBEDDING, Component.ROUTER, Component.NORM):
+            continue
+        bits = {"weight_packed": 4}.get(part, 8 if dtype.startswith("F8") else 16)
+        # the more specific group wins: servers match names before classes
+        matched = [g for targets, g in groups.values() if is_match(module, linear, [t for t in targets if t.startswith("re:")], ignore)]
+        matched = matched or [g for targets, g in groups.values() if is_match(module, linear, targets, ignore)]
+        described = matched[0] if matched else 16
+        if fp8_everywhere and component is not Component.ROUTED_EXPERT and component is not Component.LM_HEAD:
+            described = 8 if described == 16 and bits == 8 else described
+        if described != bits:
+            findings.problem(module, f"stored with {bits} bits, config.json describes it with {described}")
+
+
+def _check_mtp(output: OutputFiles, family: Family, findings: Findings) -> None:
+    announced = set(mtp_layers(family, output.config))
+    present = {i.layer for name in output.tensors if (i := classify(family, output.config, name)).is_mtp}
+    if announced != present:
+        findings.problem("config.json", f"announces MTP layers {sorted(announced)}, the shards hold {sorted(map(str, present))}")
+
+
+def _without_quantization(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    plain = copy.deepcopy(config)
+    for part in (plain, text_config(family, plain)):
+        for field in QUANTIZATION_FIELDS:
+            part.pop(field, None)  # type: ignore[attr-defined]
+    return plain
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any]) -> str:
+    fields = sorted(key for key in {*a, *b} if a.get(key) != b.get(key) and key not in QUANTIZATION_FIELDS)
+    return ", ".join(fields) or "its text part"

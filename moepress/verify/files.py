@@ -1,0 +1,149 @@
+"""The files of an output: complete, named by the index, unchanged since they were written."""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from moepress.verify.findings import Findings
+
+INDEX = "model.safetensors.index.json"
+REPORT = "moepress_report.json"
+STATE = ".moepress"
+
+
+@dataclass(frozen=True)
+class OutputFiles:
+    """What the output folder holds, as the safetensors library reads it.
+
+    ``tensors`` maps a name to (shard, dtype, shape); dtype in safetensors' words.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    report: dict[str, Any]
+    receipts: dict[str, dict[str, Any]]
+    tensors: dict[str, tuple[str, str, tuple[int, ...]]]
+    shards: tuple[str, ...]
+
+
+def read_output(folder: Path, findings: Findings) -> OutputFiles | None:
+    """Opens everything and holds index, shards and receipts against each other. None when there is nothing to go on with."""
+    config = _json(folder / "config.json", findings)
+    index = _json(folder / INDEX, findings)
+    if config is None or index is None:
+        return None
+    on_disk = sorted(path.name for path in folder.glob("*.safetensors"))
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        findings.problem(INDEX, "has no weight_map")
+        return None
+    named = sorted({str(shard) for shard in weight_map.values()})
+    for shard in named:
+        if shard not in on_disk:
+            findings.problem(shard, "named by the index, not in the folder")
+    for shard in on_disk:
+        if shard not in named:
+            findings.problem(shard, "in the folder, not named by the index")
+    tensors: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+    total = 0
+    for shard in on_disk:
+        try:
+            with safe_open(folder / shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    if name in tensors:
+                        findings.problem(name, f"in two shards, {tensors[name][0]} and {shard}")
+                    part = file.get_slice(name)
+                    tensors[name] = (shard, part.get_dtype(), tuple(part.get_shape()))
+        except (SafetensorError, OSError) as error:
+            findings.problem(shard, f"the safetensors library cannot open it: {error}")
+            continue
+        total += _data_bytes(folder / shard)
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            findings.problem(name, f"in the index ({shard}), in no shard")
+        elif tensors[name][0] != shard:
+            findings.problem(name, f"is in {tensors[name][0]}, the index says {shard}")
+    for name in tensors:
+        if name not in weight_map:
+            findings.problem(name, f"in {tensors[name][0]}, not in the index")
+    claimed = (index.get("metadata") or {}).get("total_size")
+    if claimed != total:
+        findings.problem(INDEX, f"total_size is {claimed}, the tensors have {total} bytes")
+    report = _json(folder / REPORT, findings) or {}
+    receipts = _receipts(folder, findings)
+    return OutputFiles(folder, config, report, receipts, tensors, tuple(on_disk))
+
+
+def check_checksums(output: OutputFiles, shard: str, findings: Findings) -> None:
+    """SHA-256 and size of one shard against the report and its receipt."""
+    expected = (output.report.get("shards") or {}).get(shard)
+    receipt = output.receipts.get(shard)
+    digest = hashlib.sha256()
+    with (output.folder / shard).open("rb", buffering=0) as file:
+        buffer = bytearray(4 << 20)
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    if expected is None:
+        findings.problem(shard, f"{REPORT} has no checksum for it")
+    elif digest.hexdigest() != expected:
+        findings.problem(shard, f"SHA-256 is {digest.hexdigest()}, {REPORT} says {expected}")
+    if receipt is not None and receipt.get("sha256") != digest.hexdigest():
+        findings.problem(shard, f"SHA-256 is {digest.hexdigest()}, its receipt says {receipt.get('sha256')}")
+
+
+def check_side_files(output: OutputFiles, source: Path, names: tuple[str, ...], findings: Findings) -> None:
+    """Every side file of the source is there, byte for byte, and nothing else is."""
+    for name in names:
+        if not (output.folder / name).is_file():
+            findings.problem(name, "a side file of the source that the output lacks")
+        elif not filecmp.cmp(source / name, output.folder / name, shallow=False):
+            findings.problem(name, "differs from the source's")
+    known = {*names, *output.shards, "config.json", INDEX, REPORT}
+    for path in sorted(output.folder.rglob("*")):
+        relative = path.relative_to(output.folder).as_posix()
+        if path.is_file() and relative not in known and not relative.startswith(f"{STATE}/"):
+            findings.problem(relative, "a file that neither the source nor moepress put there")
+
+
+def _receipts(folder: Path, findings: Findings) -> dict[str, dict[str, Any]]:
+    """Receipts by shard; none in a folder that was downloaded without its state."""
+    state = folder / STATE
+    if not state.is_dir():
+        return {}
+    plan = _json(state / "plan.json", findings) or {}
+    receipts = {}
+    for shard in plan.get("shards", []):
+        receipt = _json(state / "receipts" / f"{shard['name']}.json", findings)
+        if receipt is None:
+            continue
+        if receipt.get("plan_key") != plan.get("key"):
+            findings.problem(shard["name"], "its receipt belongs to another plan")
+        receipts[shard["name"]] = receipt
+    return receipts
+
+
+def _json(path: Path, findings: Findings) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        findings.problem(path.name, "is missing")
+    except (OSError, ValueError, RecursionError) as error:
+        findings.problem(path.name, f"cannot be read: {error}")
+    else:
+        if isinstance(data, dict):
+            return data
+        findings.problem(path.name, "is not a JSON object")
+    return None
+
+
+def _data_bytes(path: Path) -> int:
+    """Bytes of a shard's tensors: the file without its header."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")

@@ -1,0 +1,191 @@
+"""Every tensor of the output against the source, one weight at a time.
+
+The source is decoded here a second time, in plain torch and from the safetensors library's tensors, so that a mistake in
+the converter's decoder, packer or kernels cannot hide in its own mirror:
+
+    FP8     codes.float() · scale spread over its blocks
+    INT4    compressed_tensors' unpack_from_int32, times the scale spread over its groups
+
+Kept weights must be equal bit for bit. A quantized weight must be finite, close to the source, as close as its receipt
+says, and for round-to-nearest each code must be the nearest one to w / s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors import safe_open
+
+from moepress.formats.checkpoint import Checkpoint, TensorRef
+from moepress.formats.families import Component, Family, classify
+from moepress.formats.storage import StoredWeight
+from moepress.verify.files import OutputFiles
+from moepress.verify.findings import Findings
+
+PACKED = ("weight_packed", "weight_scale", "weight_shape")
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+DEFAULT_LIMIT = 0.25
+"""Largest relative error where no recipe says otherwise."""
+
+
+class WeightCheck:
+    """Compares weights of one output with one source; used from several threads."""
+
+    def __init__(self, output: OutputFiles, source: Checkpoint, family: Family, findings: Findings) -> None:
+        self.output, self.source, self.family, self.findings = output, source, family, findings
+        recipe = output.report.get("recipe") or {}
+        self.limit = float((recipe.get("limits") or {}).get("max_relative_error", DEFAULT_LIMIT))
+        self.algorithm = (recipe.get("weights") or {}).get("algorithm")
+        self.records: Mapping[str, Any] = {
+            name: record for receipt in output.receipts.values() for name, record in receipt.get("weights", {}).items()
+        }
+
+    def check(self, stored: StoredWeight) -> list[str]:
+        """Checks one logical weight; returns the output tensors that belong to it."""
+        module = stored.name.removesuffix(".weight")
+        present = self.output.tensors
+        if f"{module}.weight_packed" in present and stored.kind != "int4_packed":
+            names = [f"{module}.{part}" for part in PACKED]
+            if all(self._there(name) for name in names):
+                self._packed(stored, module)
+            return names
+        if stored.kind.startswith("fp8") and stored.name in present:
+            dtype = present[stored.name][1]
+            if dtype == "BF16":
+                self._rounded(stored)
+                return [stored.name]
+            scale = next((f"{module}.{end}" for end in SCALE_NAMES if f"{module}.{end}" in present), None)
+            if scale is None:
+                self.findings.problem(stored.name, f"{dtype} without a scale beside it")
+                return [stored.name]
+            self._same_bits(stored.parts["weight"], stored.name)
+            self._same_scale(stored, scale)
+            rest = [ref for role, ref in stored.parts.items() if role not in ("weight", "scale")]
+            for ref in rest:
+                self._same_bits(ref, ref.name)
+            return [stored.name, scale, *(ref.name for ref in rest)]
+        for ref in stored.parts.values():
+            if self._there(ref.name):
+                self._same_bits(ref, ref.name)
+        return [ref.name for ref in stored.parts.values()]
+
+    def _there(self, name: str) -> bool:
+        if name in self.output.tensors:
+            return True
+        self.findings.problem(name, "missing")
+        return False
+
+    def _same_bits(self, ref: TensorRef, name: str) -> None:
+        _, dtype, shape = self.output.tensors[name]
+        if (dtype, shape) != (ref.dtype, ref.shape):
+            self.findings.problem(name, f"is {dtype} {list(shape)}, the source has {ref.dtype} {list(ref.shape)}")
+        elif not torch.equal(_raw(self._out(name)), _raw(self._src(ref))):
+            self.findings.problem(name, "kept, but its bytes differ from the source's")
+
+    def _same_scale(self, stored: StoredWeight, name: str) -> None:
+        mine, theirs = self._out(name), self._src(stored.parts["scale"])
+        if stored.scale_encoding == "e8m0":
+            theirs = _e8m0(theirs)
+        if mine.dtype != theirs.dtype or mine.numel() != theirs.numel() or not torch.equal(_raw(mine), _raw(theirs)):
+            self.findings.problem(name, "differs from the source's scale")
+
+    def _rounded(self, stored: StoredWeight) -> None:
+        mine = self._out(stored.name)
+        if tuple(mine.shape) != stored.shape:
+            self.findings.problem(stored.name, f"is {list(mine.shape)}, the source has {list(stored.shape)}")
+        elif not torch.equal(_raw(mine), _raw(self.truth(stored).to(torch.bfloat16))):
+            self.findings.problem(stored.name, "is not the source's FP8 rounded to BF16")
+
+    def _packed(self, stored: StoredWeight, module: str) -> None:
+        problem = self.findings.problem
+        if classify(self.family, self.source.config, stored.name).component is not Component.ROUTED_EXPERT:
+            problem(stored.name, "is quantized, and is not a routed expert")
+        packed, scale, shape = (self._out(f"{module}.{part}") for part in PACKED)
+        rows, columns = stored.shape
+        wrong = [
+            f"{name} is {tensor.dtype} {list(tensor.shape)}"
+            for name, tensor, dtype, want in (
+                ("weight_packed", packed, torch.int32, (rows, -(-columns // 8))),
+                ("weight_scale", scale, torch.bfloat16, (rows, scale.shape[-1] if scale.ndim == 2 else -1)),
+                ("weight_shape", shape, torch.int64, (2,)),
+            )
+            if tensor.dtype != dtype or tuple(tensor.shape) != want
+        ]
+        if wrong or shape.tolist() != [rows, columns] or columns % scale.shape[-1]:
+            problem(stored.name, f"is [{rows}, {columns}] in the source; {'; '.join(wrong)} weight_shape {shape.tolist()}, scale {list(scale.shape)}")
+            return
+        expected_group = self._group_size(columns)
+        if expected_group is not None and columns // scale.shape[1] != expected_group:
+            problem(stored.name, f"has groups of {columns // scale.shape[1]}, config.json says {expected_group}")
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            problem(stored.name, "has scales that are not positive numbers")
+            return
+        codes = unpack_from_int32(packed, 4, torch.Size((rows, columns))).float()
+        spread = scale.float().repeat_interleave(columns // scale.shape[1], 1)
+        truth = self.truth(stored)
+        error = float((truth - codes * spread).double().pow(2).sum())
+        energy = float(truth.double().pow(2).sum())
+        relative = (error / energy) ** 0.5 if energy > 0 else (0.0 if error == 0 else float("inf"))
+        if not relative <= self.limit:
+            problem(stored.name, f"relative error {relative:.4f}, above the limit {self.limit}")
+        self._hold_against_receipt(stored.name, relative)
+        if self.algorithm == "rtn":
+            nearest = (truth / spread).round_().clamp_(-8, 7)
+            off = int((nearest != codes).sum())
+            if off:
+                problem(stored.name, f"{off} of {codes.numel()} codes are not the nearest to the source")
+
+    def _hold_against_receipt(self, name: str, relative: float) -> None:
+        record = self.records.get(name)
+        if record is None:
+            if self.records:
+                self.findings.problem(name, "quantized, but no receipt mentions it")
+            return
+        claimed = record.get("relative_error")
+        if claimed is None or abs(claimed - relative) > 1e-5 + 1e-4 * relative:
+            self.findings.problem(name, f"relative error is {relative:.6f}, its receipt says {claimed}")
+
+    def _group_size(self, columns: int) -> int | None:
+        groups = (self.output.config.get("quantization_config") or {}).get("config_groups") or {}
+        for group in groups.values():
+            weights = group.get("weights") or {}
+            if weights.get("type") == "int":
+                size = weights.get("group_size")
+                return columns if size in (None, -1) else int(size)
+        return None
+
+    def truth(self, stored: StoredWeight) -> torch.Tensor:
+        """The source's values, float32, decoded independently of the converter."""
+        weight = self._src(stored.parts["weight"])
+        if "scale" not in stored.parts:
+            return weight.float()
+        scale = self._src(stored.parts["scale"])
+        scale = _e8m0(scale) if stored.scale_encoding == "e8m0" else scale.float()
+        rows, columns = stored.shape
+        if stored.block:
+            high, wide = stored.block
+            spread = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        else:
+            spread = scale.reshape(-1, 1)
+        return weight.float() * spread
+
+    def _out(self, name: str) -> torch.Tensor:
+        with safe_open(self.output.folder / self.output.tensors[name][0], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def _src(self, ref: TensorRef) -> torch.Tensor:
+        with safe_open(self.source.path(ref.shard), framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(ref.name)
+        return tensor
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _e8m0(scale: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(scale.contiguous().view(torch.uint8).float() - 127)
