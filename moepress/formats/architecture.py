@@ -274,22 +274,27 @@ def _stored_as(group: WeightGroup) -> StoredAs:
 @dataclass(frozen=True, slots=True)
 class _Names:
     """Module names as compressed-tensors reads them: ``re:`` entries match from the start of a name, others are the
-    whole name or a dotted ending of it. Published lists run to a thousand entries, so endings are looked up in a set.
+    whole name or a dotted ending of it. Published lists run to a thousand entries: look-ups, not a loop over them.
     """
 
     plain: frozenset[str]
+    last_parts: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
 
     @classmethod
     def of(cls, entries: Iterable[str]) -> _Names:
         entries = tuple(entries)
         plain = frozenset(entry for entry in entries if not entry.startswith("re:"))
-        return cls(plain, tuple(re.compile(entry[3:]) for entry in entries if entry.startswith("re:")))
+        patterns = tuple(re.compile(entry[3:]) for entry in entries if entry.startswith("re:"))
+        return cls(plain, frozenset(entry.rpartition(".")[2] for entry in plain), patterns)
 
     def matches(self, module: str) -> bool:
         parts = module.split(".")
-        endings = (".".join(parts[start:]) for start in range(len(parts)))
-        return not self.plain.isdisjoint(endings) or any(pattern.match(module) for pattern in self.patterns)
+        if parts[-1] in self.last_parts:
+            endings = (".".join(parts[start:]) for start in range(len(parts)))
+            if not self.plain.isdisjoint(endings):
+                return True
+        return any(pattern.match(module) for pattern in self.patterns)
 
 
 def _size(sizes: Mapping[str, int], axis: str) -> int:
