@@ -1,0 +1,184 @@
+"""SGLang 0.5.23: what it reads of our output, by family.
+
+Paths are below ``sglang/srt``; ``ct`` stands for ``layers/quantization/compressed_tensors``. 'Seen' was on a CPU, with
+kernels alone replaced. Reading is not running: a row that begins with 'read' is settled by booting a tiny checkpoint of
+that family, and on a GPU by booting the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from moepress.formats.contract_types import (
+    DSA_FAMILIES,
+    GQA_FAMILIES,
+    MLA_FAMILIES,
+    Contract,
+    KvScales,
+    LaunchFlag,
+    LayoutSupport,
+    layout_rows,
+)
+from moepress.formats.quantization_config import Layout
+
+VERSION = "0.5.23"
+
+_EXPERTS = "seen booting with INT4 experts"
+_LINEAR_FP8 = "read in ct/compressed_tensors.py:188-193 (every LinearBase becomes FP8, ignore is bypassed); not run"
+_TWO_GROUPS = (
+    "read in ct/compressed_tensors.py:272-279 (block size from the target Linear alone), 730, 803-812; not run"
+)
+_MLA_LAYOUTS = layout_rows(
+    ("bf16_rest", True, _EXPERTS),
+    (
+        "linear_fp8_config",
+        True,
+        "seen booting; 16 of 16 greedy tokens equal to transformers on the dequantized weights",
+    ),
+    (
+        "two_groups",
+        True,
+        f"{_TWO_GROUPS}; kv_b_proj by models/deepseek_common/deepseek_weight_loader.py:100-112, 640-690",
+    ),
+)
+_LAYOUTS: Mapping[str, tuple[Layout, tuple[LayoutSupport, ...]]] = {
+    "deepseek_v3": ("linear_fp8_config", _MLA_LAYOUTS),
+    "kimi_k2": ("linear_fp8_config", _MLA_LAYOUTS),
+    "kimi_k25": (
+        "bf16_rest",
+        layout_rows(
+            ("bf16_rest", True, f"{_EXPERTS}; the publisher's own layout"),
+            ("linear_fp8_config", False, "the source's linears are BF16, and this layout reads every linear as FP8"),
+            ("two_groups", False, "the source's linears are BF16"),
+        ),
+    ),
+    "deepseek_v32": (
+        "linear_fp8_config",
+        layout_rows(
+            ("bf16_rest", True, "read: the classes of deepseek_v3; not run, sparse attention needs a GPU"),
+            ("linear_fp8_config", True, f"{_LINEAR_FP8}; the indexer's BF16 weights_proj is built without it"),
+            ("two_groups", True, f"{_TWO_GROUPS}; indexer.wk by deepseek_weight_loader.py:115-172, either scale name"),
+        ),
+    ),
+    "glm_moe_dsa": (
+        "linear_fp8_config",
+        layout_rows(
+            ("bf16_rest", True, "read: GlmMoeDsaForCausalLM is DeepseekV2's class (models/glm4_moe.py:1284); not run"),
+            (
+                "linear_fp8_config",
+                True,
+                f"{_LINEAR_FP8}. BF16 linears are built without it: indexer.weights_proj "
+                "(layers/attention/dsa/dsa_indexer.py:353-374), eh_proj (models/deepseek_nextn.py:102)",
+            ),
+            ("two_groups", True, f"{_TWO_GROUPS}. The layout that can keep shared and dense layers in BF16 beside FP8"),
+        ),
+    ),
+    "glm4_moe": (
+        "two_groups",
+        layout_rows(
+            ("bf16_rest", True, _EXPERTS),
+            ("linear_fp8_config", False, "it reads block scales, and GLM-4.x is published with one per channel"),
+            (
+                "two_groups",
+                True,
+                "seen booting with block scales; per channel read in ct/schemes/…_w8a8_fp8.py:107-112",
+            ),
+        ),
+    ),
+    "qwen3_moe": (
+        "two_groups",
+        layout_rows(
+            ("bf16_rest", True, "seen booting in BF16; with INT4 experts read, as for glm4_moe, and not run"),
+            ("linear_fp8_config", True, f"{_LINEAR_FP8}; the router is built without it (models/qwen3_moe.py:286-296)"),
+            ("two_groups", True, "seen booting on a GLM-4-like model, whose linears are alike; not run on this family"),
+        ),
+    ),
+}
+
+_MLA_KV = KvScales(
+    names=("k_proj.k_scale",),
+    effect="wrong unless 1.0",
+    emission="folded",
+    evidence="read in models/deepseek_common/deepseek_weight_loader.py:515-523 (becomes attn_mqa.k_scale) and "
+    "layers/attention/flashmla_backend.py:444-464 (multiplied on read, never divided on write); fa3 and flashinfer ignore it",
+)
+_DSA_KV = KvScales(
+    names=(),
+    effect="inert",
+    emission="none",
+    evidence="read: on Hopper the DSA pool stores rows of 656 bytes with its own dynamic scale per tile",
+)
+_GQA_KV = KvScales(
+    names=(),
+    effect="inert",
+    emission="folded",
+    evidence="read in models/glm4_moe.py:286-293 and models/qwen3_moe.py:585-592: attention is built without the "
+    "quantization config, so no scale exists and 1.0 is used",
+)
+
+_NO_SHARED_FUSION = LaunchFlag(
+    arguments=("--disable-shared-experts-fusion",),
+    when="always",
+    reason="a shared expert that is not INT4 would be renamed into an INT4 slot, and dropped",
+    evidence="read in models/glm4_moe.py:1012-1032, 1102-1117 (GLM-4's gate does not look at the config); DeepSeek's "
+    "gate refuses INT4 (models/deepseek_v2.py:3392), the flag makes it certain",
+)
+_MLA_FP8_KV = LaunchFlag(
+    arguments=("--attention-backend", "flashmla", "--page-size", "64", "--kv-cache-dtype", "fp8_e4m3"),
+    when="fp8 kv",
+    reason="on Hopper fa3 would convert the whole FP8 pool at every layer",
+    evidence="read; not verified on a GPU",
+)
+_DSA_FP8_KV = LaunchFlag(
+    arguments=("--kv-cache-dtype", "fp8_e4m3"),
+    when="fp8 kv",
+    reason="'auto' becomes BF16 on Hopper",
+    evidence="read in arg_groups/overrides.py:529-536",
+)
+_GQA_FP8_KV = LaunchFlag(
+    arguments=("--kv-cache-dtype", "fp8_e4m3"),
+    when="fp8 kv",
+    reason="'auto' becomes FP8 only where kv_cache_scheme stands in the config",
+    evidence="read in ct/compressed_tensors.py:142-151",
+)
+
+_SILENT = (
+    "a rank's share of moe_intermediate that is no multiple of the group: floor-divided (ct/schemes/…_wNa16_moe.py:158)",
+    "experts stored in different ways within a layer: the scheme is looked up from expert 0 (ct/compressed_tensors.py:883)",
+    "missing tensors: not reported; compare names offline, or POST /weights_checker",
+)
+_WARNS_OF_UNKNOWN = "unknown tensor names: a warning in the log (deepseek_weight_loader.py:528-533)"
+_SKIPS_UNKNOWN = "unknown tensor names: skipped without a word (models/glm4_moe.py:1238, models/qwen3_moe.py:1266)"
+
+
+def sglang_contract(family: str) -> Contract:
+    """The contract of one family in `FAMILIES`."""
+    default, layouts = _LAYOUTS[family]
+    dense = [r"re:.*\.mlp\.gate$", r"re:.*\.eh_proj$"]
+    if family in GQA_FAMILIES:
+        kv_scales, kv_flag, unknown = _GQA_KV, _GQA_FP8_KV, _SKIPS_UNKNOWN
+    elif family in DSA_FAMILIES:
+        kv_scales, kv_flag, unknown = _DSA_KV, _DSA_FP8_KV, _WARNS_OF_UNKNOWN
+        dense.append(r"re:.*\.indexer\.weights_proj$")
+    else:
+        kv_scales, kv_flag, unknown = _MLA_KV, _MLA_FP8_KV, _WARNS_OF_UNKNOWN
+    if family == "kimi_k25":
+        dense += [r"re:(?:.*\.)?vision_tower\..+$", r"re:(?:.*\.)?mm_projector\..+$"]
+    return Contract(
+        server="sglang",
+        version=VERSION,
+        family=family,
+        layouts=layouts,
+        default_layout=default,
+        kv_scales=kv_scales,
+        flags=(kv_flag,) if family == "qwen3_moe" else (_NO_SHARED_FUSION, kv_flag),
+        group_sizes=MappingProxyType({"marlin": (-1, 32, 64, 128), "triton": (32, 128)}),
+        group_evidence="read in layers/quantization/marlin_utils.py:44 and ct/compressed_tensors.py:653-661",
+        symmetric_only=True,
+        symmetric_evidence="seen: asymmetric experts fail, their zero points are not transposed",
+        act_order_evidence="read: 'weight' loads w2 scales unsplit (ct/schemes/…_wNa16_moe.py:141-150), and the Triton runner "
+        "refuses any (ct/compressed_tensors.py:653-661); so actorder is written as null",
+        built_dense=tuple(dense),
+        silent=(*_SILENT, unknown),
+    )
