@@ -118,7 +118,7 @@ def check_group(
         symmetric: no zero points.
 
     Returns:
-        Kernels that take this grid. When the contract's first is not among them, the server has to be told which to use.
+        Kernels that take this grid. If the contract's first is not among them, the server has to be told which to use.
 
     Raises:
         PlanRefused: no kernel takes the group size, groups would straddle ranks, or zero points do not load.
@@ -141,7 +141,7 @@ def check_group(
             f"TP {tensor_parallel} gives each rank {moe_intermediate / tensor_parallel:g} of down_proj's "
             f"{moe_intermediate} columns, which is {moe_intermediate / tensor_parallel / unit:g} groups of {unit}",
             where=where,
-            hint=f"largest safe TP with group size {group_size} is {max_safe_tp(moe_intermediate, group_size)}; {better}",
+            hint=f"largest safe TP for group size {group_size}: {max_safe_tp(moe_intermediate, group_size)}; {better}",
         )
     if hidden_size % unit:
         raise PlanRefused(f"hidden size {hidden_size} is no multiple of group size {group_size}", where=where)

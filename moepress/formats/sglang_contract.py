@@ -13,7 +13,6 @@ from types import MappingProxyType
 from moepress.formats.contract_types import (
     DSA_FAMILIES,
     GQA_FAMILIES,
-    MLA_FAMILIES,
     Contract,
     KvScales,
     LaunchFlag,
@@ -101,7 +100,7 @@ _MLA_KV = KvScales(
     effect="wrong unless 1.0",
     emission="folded",
     evidence="read in models/deepseek_common/deepseek_weight_loader.py:515-523 (becomes attn_mqa.k_scale) and "
-    "layers/attention/flashmla_backend.py:444-464 (multiplied on read, never divided on write); fa3 and flashinfer ignore it",
+    "layers/attention/flashmla_backend.py:444-464 (multiplied on read, never divided on write); others ignore it",
 )
 _DSA_KV = KvScales(
     names=(),
@@ -144,8 +143,8 @@ _GQA_FP8_KV = LaunchFlag(
 )
 
 _SILENT = (
-    "a rank's share of moe_intermediate that is no multiple of the group: floor-divided (ct/schemes/…_wNa16_moe.py:158)",
-    "experts stored in different ways within a layer: the scheme is looked up from expert 0 (ct/compressed_tensors.py:883)",
+    "a rank's share of moe_intermediate that is no multiple of the group: floor-divided (…_wNa16_moe.py:158)",
+    "experts of a layer stored in different ways: the scheme is that of expert 0 (ct/compressed_tensors.py:883)",
     "missing tensors: not reported; compare names offline, or POST /weights_checker",
 )
 _WARNS_OF_UNKNOWN = "unknown tensor names: a warning in the log (deepseek_weight_loader.py:528-533)"
@@ -174,11 +173,12 @@ def sglang_contract(family: str) -> Contract:
         kv_scales=kv_scales,
         flags=(kv_flag,) if family == "qwen3_moe" else (_NO_SHARED_FUSION, kv_flag),
         group_sizes=MappingProxyType({"marlin": (-1, 32, 64, 128), "triton": (32, 128)}),
-        group_evidence="read in layers/quantization/marlin_utils.py:44 and ct/compressed_tensors.py:653-661",
+        share_multiples=MappingProxyType({"marlin": 64, "triton": 8}),
+        group_evidence="read in layers/quantization/marlin_utils.py:44, 250-256 and ct/compressed_tensors.py:653-661",
         symmetric_only=True,
         symmetric_evidence="seen: asymmetric experts fail, their zero points are not transposed",
-        act_order_evidence="read: 'weight' loads w2 scales unsplit (ct/schemes/…_wNa16_moe.py:141-150), and the Triton runner "
-        "refuses any (ct/compressed_tensors.py:653-661); so actorder is written as null",
+        act_order_evidence="read: 'weight' loads w2 scales unsplit (ct/schemes/…_wNa16_moe.py:141-150), the Triton runner "
+        "takes none (ct/compressed_tensors.py:653-661); so actorder is written as null",
         built_dense=tuple(dense),
         silent=(*_SILENT, unknown),
     )

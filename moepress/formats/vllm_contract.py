@@ -41,8 +41,9 @@ def vllm_contract(family: str) -> Contract:
         kv_scales=kv_scales,
         flags=(),
         group_sizes=MappingProxyType({"marlin": (-1, 32, 64, 128)}),
-        group_evidence="read in layers/quantization/utils/marlin_utils.py:37, 356-387 and "
-        "ct/compressed_tensors_moe/compressed_tensors_moe_wna16.py:234-255 (hidden size and a rank's share refused otherwise)",
+        share_multiples=MappingProxyType({"marlin": 8}),
+        group_evidence="read in layers/quantization/utils/marlin_utils.py:37, 356-387 (pads to its tile) and "
+        "ct/compressed_tensors_moe/compressed_tensors_moe_wna16.py:234-255 (refuses groups that straddle ranks)",
         symmetric_only=False,
         symmetric_evidence="read in ct/compressed_tensors_moe/compressed_tensors_moe_wna16.py:257-266; not run",
         act_order_evidence="actorder is written as null: groups are those of the original column order",
