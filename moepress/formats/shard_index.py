@@ -67,7 +67,9 @@ def parse_index(text: str, *, where: str) -> ShardIndex:
     index, repeated = parse_object(text, where=where)
     if repeated:
         raise FormatError(
-            f"{INDEX_NAME}: names {list_some(repeated)} twice", where=where, hint="download the index again"
+            f"{INDEX_NAME}: the same name twice: {list_some(repeated)}",
+            where=where,
+            hint="nothing says which of the two shards counts: download the index again",
         )
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
