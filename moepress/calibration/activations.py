@@ -92,6 +92,8 @@ class Activations:
             done += moved
 
     def _check(self, start: int, stop: int) -> None:
+        if self._memory is None and self._descriptor < 0:
+            raise RuntimeError("these activations were released")
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start}..{stop} of {len(self)}")
 

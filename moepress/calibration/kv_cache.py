@@ -42,6 +42,7 @@ from moepress.errors import QuantizeError
 
 E4M3_MAX = 448.0
 E4M3_SMALLEST_NORMAL = 2.0**-6
+_BEYOND = E4M3_MAX * (1 + 2.0**-20)  # amax / (amax / 448) is 448 only up to rounding
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class CacheProbe:
         stored = magnitude / scale
         counts = self._counts.setdefault(name, _Counts())
         counts.total += stored.numel()
-        counts.clipped += int((stored > E4M3_MAX).sum())
+        counts.clipped += int((stored > _BEYOND).sum())
         counts.below += int(((stored < E4M3_SMALLEST_NORMAL) & (stored > 0)).sum())
         return store_e4m3(values, scale)
 
