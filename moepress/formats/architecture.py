@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from moepress.errors import CheckpointError
@@ -92,11 +93,16 @@ def expected_weights(config: Config) -> list[WeightSpec]:
     sizes = dimensions(family, config)
     stored = _published(config)
     prefix = next(published for published, canonical in family.prefixes if not canonical)
+
+    @cache
+    def shape_of(axes: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(int(axis) if axis.isdigit() else _size(sizes, axis) for axis in axes)
+
     specs = []
     for path, slot, identity in _walk(family, config):
         name = path if slot.component in (Component.VISION, Component.PROJECTOR) else prefix + path
-        shape = tuple(int(axis) if axis.isdigit() else _size(sizes, axis) for axis in slot.shape)
-        specs.append(WeightSpec(name, shape, stored(name, slot), identity, slot.copy_of and prefix + slot.copy_of))
+        copy_of = slot.copy_of and prefix + slot.copy_of
+        specs.append(WeightSpec(name, shape_of(slot.shape), stored(name, slot), identity, copy_of))
     return specs
 
 
