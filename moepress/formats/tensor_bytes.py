@@ -3,29 +3,42 @@
 numpy has no FP8, BF16 or FP4 type, so anything that goes through ``tensor.numpy()`` dies on exactly the tensors that
 matter here. Bytes have no such problem: a tensor is viewed as uint8 and never interpreted. The one difference between
 header and torch is F4, whose header shape counts values and whose torch shape counts bytes of two.
+
+torch is imported at the first tensor and not before, so that writing bytes, text and JSON starts in a moment.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 
 from moepress.errors import FormatError
 from moepress.formats.dtypes import DTYPES
 
+if TYPE_CHECKING:
+    import torch
+
 ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
-_TORCH: dict[str, torch.dtype] = {
-    dtype.name: getattr(torch, dtype.torch_name)
-    for dtype in DTYPES.values()
-    if dtype.torch_name and hasattr(torch, dtype.torch_name)
-}
-_NAMES = {torch_dtype: name for name, torch_dtype in _TORCH.items()}
 _NUMPY_NAMES = {
     dtype.torch_name: dtype.name for dtype in DTYPES.values()
 }  # where numpy has a type, its name is torch's
+
+
+@cache
+def _torch_dtypes() -> dict[str, torch.dtype]:
+    import torch
+
+    named = [(dtype.name, dtype.torch_name) for dtype in DTYPES.values() if dtype.torch_name]
+    return {name: getattr(torch, attribute) for name, attribute in named if hasattr(torch, attribute)}
+
+
+@cache
+def _header_names() -> dict[torch.dtype, str]:
+    return {torch_dtype: name for name, torch_dtype in _torch_dtypes().items()}
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
@@ -34,9 +47,9 @@ def torch_dtype(dtype: str) -> torch.dtype:
     Raises:
         FormatError: this torch has none (the F6 types).
     """
-    known = _TORCH.get(dtype)
+    known = _torch_dtypes().get(dtype)
     if known is None:
-        raise FormatError(f"torch {torch.__version__} has no type for {dtype}; read its bytes instead")
+        raise FormatError(f"this torch has no type for {dtype}; read its bytes instead")
     return known
 
 
@@ -51,7 +64,7 @@ def header_dtype(tensor: torch.Tensor) -> str:
     Raises:
         FormatError: safetensors has no such type.
     """
-    name = _NAMES.get(tensor.dtype)
+    name = _header_names().get(tensor.dtype)
     if name is None:
         raise FormatError(f"safetensors has no dtype for {tensor.dtype}")
     return name
@@ -69,6 +82,8 @@ def byte_view(tensor: torch.Tensor) -> ByteArray:
     Args:
         tensor: contiguous, on the CPU.
     """
+    import torch
+
     view: ByteArray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return view
 
@@ -85,7 +100,8 @@ def bytes_of(data: Any, *, dtype: str, shape: tuple[int, ...] | None) -> ByteArr
     Raises:
         FormatError: another dtype or shape. The number of bytes is for the caller to check.
     """
-    if isinstance(data, torch.Tensor):
+    torch = sys.modules.get("torch")  # absent: then nobody can have made a tensor
+    if torch is not None and isinstance(data, torch.Tensor):
         _check(header_dtype(data), header_shape(data), dtype, shape)
         return byte_view(data.cpu().contiguous())
     if isinstance(data, np.ndarray):
