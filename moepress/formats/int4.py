@@ -47,18 +47,18 @@ def pack_int4(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Ten
         raise FormatError(f"codes to pack must be int8 of one dimension or more, got {codes.dtype} {list(codes.shape)}")
     shape = (*codes.shape[:-1], packed_words(codes.shape[-1]))
     out = _buffer(out, shape, torch.int32, codes.device)
-    if codes.shape[-1] % 8:
-        codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 8), value=-8)  # −8 packs to the nibble 0
-    codes = codes.contiguous()
     if codes.numel() == 0:
         return out
+    padded = codes.contiguous()
+    if codes.shape[-1] % 8:
+        padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 8), value=-8)  # −8 packs to the nibble 0
     if codes.device.type != "cpu":
         if int(codes.min()) < -8 or int(codes.max()) > 7:
             raise _out_of_range(codes)
-        return out.copy_(pack_plain(codes))
-    if codes.data_ptr() % 8:  # a view that begins inside a word
-        codes = codes.clone()
-    if _pack_loop(_flat(codes, np.uint64), _flat(out, np.uint32)):
+        return out.copy_(pack_plain(padded))
+    if padded.data_ptr() % 8:  # a view that begins inside a word
+        padded = padded.clone()
+    if _pack_loop(_flat(padded, np.uint64), _flat(out, np.uint32)):
         raise _out_of_range(codes)
     return out
 

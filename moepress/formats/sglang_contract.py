@@ -177,7 +177,7 @@ def sglang_contract(family: str) -> Contract:
         group_evidence="read in layers/quantization/marlin_utils.py:44, 250-256 and ct/compressed_tensors.py:653-661",
         symmetric_only=True,
         symmetric_evidence="seen: asymmetric experts fail, their zero points are not transposed",
-        act_order_evidence="read: 'weight' loads w2 scales unsplit (ct/schemes/…_wNa16_moe.py:141-150), the Triton runner "
+        act_order_evidence="read: 'weight' loads w2 scales unsplit (…_wNa16_moe.py:141-150), the Triton runner "
         "takes none (ct/compressed_tensors.py:653-661); so actorder is written as null",
         built_dense=tuple(dense),
         silent=(*_SILENT, unknown),
