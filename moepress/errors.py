@@ -86,3 +86,7 @@ class VerifyFailed(MoepressError):
     """The output was checked and is not right."""
 
     exit_code = 1
+
+
+class ServingError(MoepressError):
+    """The server could not be started, died, or did not answer. Says the cause that its log gives."""

@@ -1,0 +1,9 @@
+"""FP8 KV cache on torch_native (placeholder while booting the rest)."""
+
+
+def replacements():
+    return {}
+
+
+def prepare():
+    pass

@@ -1,0 +1,17 @@
+"""Stand-in, see the package's docstring. The interpolation modes are read when transformers is imported."""
+
+from enum import Enum
+
+from torchvision.absent import lookup
+
+__getattr__ = lookup(__name__)
+
+
+class InterpolationMode(Enum):
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
