@@ -64,11 +64,13 @@ class LayerNames:
         dense: key of the layer's state_dict -> published name, without the routed experts.
         experts: per routed expert (gate, up, down), published; () when the layer has none or they are fused.
         fused: published names of (gate_up, down) when the source holds fused experts.
+        expert_shape: (I, C) of one expert's gate, as the configuration has it; (0, 0) without experts.
     """
 
     dense: Mapping[str, str]
     experts: tuple[tuple[str, str, str], ...]
     fused: tuple[str, str] | None
+    expert_shape: tuple[int, int]
 
     @property
     def is_sparse(self) -> bool:
@@ -105,9 +107,9 @@ def settle_names(
     Raises:
         CheckpointError: missing or unknown names, with their count and five examples.
     """
-    keys = list(layer.state_dict())
-    is_sparse = FUSED_GATE_UP in keys
-    dense_inner = {key: _published(classes, key) for key in keys if not key.startswith("mlp.experts.")}
+    state = layer.state_dict()
+    is_sparse = FUSED_GATE_UP in state
+    dense_inner = {key: _published(classes, key) for key in state if not key.startswith("mlp.experts.")}
     per_expert, fused_inner = _expert_names(family, classes, num_experts) if is_sparse else ((), None)
     is_fused = fused_inner is not None and not set(_flat(per_expert)) & present.keys() and fused_inner[0] in present
 
@@ -123,6 +125,7 @@ def settle_names(
         dense={key: present[inner] for key, inner in dense_inner.items()},
         experts=() if is_fused else tuple((present[g], present[u], present[d]) for g, u, d in per_expert),
         fused=(present[fused_inner[0]], present[fused_inner[1]]) if is_fused and fused_inner is not None else None,
+        expert_shape=(state[FUSED_DOWN].shape[2], state[FUSED_DOWN].shape[1]) if is_sparse else (0, 0),
     )
 
 
@@ -151,13 +154,7 @@ def fill(
         published = names.get(key)
         if published is None:
             raise CheckpointError(f"nothing fills parameter {key} of {type(module).__name__}")
-        weight = source.load(published)
-        if weight.shape != wanted.shape:
-            raise CheckpointError(
-                f"shape {list(weight.shape)} where the configuration asks for {list(wanted.shape)}",
-                where=published,
-                hint="config.json and the weights do not belong together",
-            )
+        weight = _of_shape(source.load(published), wanted.shape, published)
         kept = any(part in key for part in kept_in_float32)
         _assign(module, key, weight.to(device=device, dtype=torch.float32 if kept else dtype))
     left = [key for key, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
@@ -174,30 +171,20 @@ def load_experts(
         experts: consecutive expert indices.
 
     Raises:
-        CheckpointError: the experts' shapes differ.
+        CheckpointError: a shape that is not the configuration's.
     """
+    inner, hidden = names.expert_shape
+    gate_up = torch.empty(len(experts), 2 * inner, hidden, dtype=dtype, device=device)
+    down = torch.empty(len(experts), hidden, inner, dtype=dtype, device=device)
     if names.fused is not None:
-        gate_up, down = (source.load(name)[experts.start : experts.stop] for name in names.fused)
-        return ExpertBlock(experts.start, gate_up.to(device, dtype), down.to(device, dtype))
-    gate_up_block: torch.Tensor | None = None
-    down_block: torch.Tensor | None = None
+        for name, block in zip(names.fused, (gate_up, down), strict=True):
+            block.copy_(_of_shape(source.load(name)[experts.start : experts.stop], block.shape, name))
+        return ExpertBlock(experts.start, gate_up, down)
     for slot, expert in enumerate(experts):
-        gate, up, down = (source.load(name) for name in names.experts[expert])
-        if gate_up_block is None or down_block is None:
-            gate_up_block = torch.empty(len(experts), 2 * gate.shape[0], gate.shape[1], dtype=dtype, device=device)
-            down_block = torch.empty(len(experts), *down.shape, dtype=dtype, device=device)
-        if gate.shape != up.shape or gate.shape[0] * 2 != gate_up_block.shape[1] or down.shape != down_block.shape[1:]:
-            raise CheckpointError(
-                f"expert {expert}: gate {list(gate.shape)}, up {list(up.shape)}, down {list(down.shape)} "
-                f"differ from the experts before it",
-                where=names.experts[expert][0],
-            )
-        gate_up_block[slot, : len(gate)] = gate
-        gate_up_block[slot, len(gate) :] = up
-        down_block[slot] = down
-    if gate_up_block is None or down_block is None:
-        raise ValueError("an empty range of experts")
-    return ExpertBlock(experts.start, gate_up_block, down_block)
+        parts = (gate_up[slot, :inner], gate_up[slot, inner:], down[slot])
+        for name, part in zip(names.experts[expert], parts, strict=True):
+            part.copy_(_of_shape(source.load(name), part.shape, name))
+    return ExpertBlock(experts.start, gate_up, down)
 
 
 def _assign(module: nn.Module, key: str, weight: torch.Tensor) -> None:
@@ -207,6 +194,16 @@ def _assign(module: nn.Module, key: str, weight: torch.Tensor) -> None:
         owner._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
     else:
         owner._buffers[leaf] = weight
+
+
+def _of_shape(weight: torch.Tensor, wanted: torch.Size, name: str) -> torch.Tensor:
+    if weight.shape != wanted:
+        raise CheckpointError(
+            f"shape {list(weight.shape)} where the configuration asks for {list(wanted)}",
+            where=name,
+            hint="config.json and the weights do not belong together",
+        )
+    return weight
 
 
 def _published(classes: DecoderClasses, key: str) -> str:

@@ -68,9 +68,9 @@ class Document:
     where: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CalibrationSet:
-    """Samples, and what they were made of.
+    """Samples, and what they were made of. Two sets are the same when their `token_sha256` are.
 
     Attributes:
         token_ids: [N, S] int64.
