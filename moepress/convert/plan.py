@@ -11,13 +11,13 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moepress.convert.decide import FP8_KINDS, Decision, decide, rule
+from moepress.convert.decide import Decision, decide, rule
+from moepress.convert.description import Description, describe
 from moepress.convert.layout import ShardPlan, assign_shards, plan_outputs
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import Component, Family, identify_family
-from moepress.formats.runtime_contract import contract_for
 from moepress.formats.sizes import tensor_parallel_problems
 from moepress.formats.storage import StoredWeight, resolve_storage
 from moepress.recipe import Recipe
@@ -33,7 +33,7 @@ MAY_BE_THERE = ("k_scale", "v_scale", "q_scale", "kv_scale", "rotary_emb.inv_fre
 class ConversionPlan:
     """What a conversion will do, complete before it starts.
 
-    ``decisions`` is keyed by the source's logical weight name; ``layout`` is the resolved quantization layout.
+    ``decisions`` is keyed by the source's logical weight name; ``description`` is how the output will describe itself.
     """
 
     source: str
@@ -41,12 +41,17 @@ class ConversionPlan:
     source_bytes: int
     family: Family
     recipe: Recipe
-    layout: str
+    description: Description
     decisions: dict[str, Decision]
     shards: tuple[ShardPlan, ...]
     side_files: tuple[str, ...]
     warnings: tuple[str, ...]
     key: str
+
+    @property
+    def layout(self) -> str:
+        """The quantization layout's name."""
+        return self.description.layout
 
     @property
     def output_bytes(self) -> int:
@@ -66,7 +71,7 @@ class ConversionPlan:
             "source": self.source,
             "source_fingerprint": self.source_fingerprint,
             "family": self.family.key,
-            "layout": self.layout,
+            "layout": self.description.layout,
             "recipe": json.loads(self.recipe.canonical_json()),
             "output_bytes": self.output_bytes,
             "shards": [{"name": s.name, "label": s.label, "bytes": s.nbytes, "weights": len(s.weights)} for s in self.shards],
@@ -84,9 +89,8 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
     check_census(checkpoint, storage)
     decisions = decide(checkpoint, storage, family, recipe)
     check_parallel(checkpoint.config, recipe)
-    layout = choose_layout(decisions, family, recipe)
-    suffix = "weight_scale" if layout == "two_groups" else "weight_scale_inv"
-    weights = [(d, plan_outputs(d, recipe, fp8_scale_suffix=suffix)) for d in decisions.values()]
+    description = describe(checkpoint.config, family, recipe, decisions)
+    weights = [(d, plan_outputs(d, recipe, fp8_scale_suffix=description.fp8_scale_suffix)) for d in decisions.values()]
     shards = assign_shards(weights, shard_size=recipe.output.shard_size)
     fingerprint = source_fingerprint(checkpoint)
     return ConversionPlan(
@@ -95,12 +99,12 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
         source_bytes=checkpoint.total_bytes,
         family=family,
         recipe=recipe,
-        layout=layout,
+        description=description,
         decisions=decisions,
         shards=shards,
         side_files=checkpoint.side_files,
         warnings=checkpoint.warnings,
-        key=_key(fingerprint, recipe, layout, shards),
+        key=_key(fingerprint, recipe, description, shards),
     )
 
 
@@ -168,31 +172,6 @@ def check_parallel(config: dict[str, Any], recipe: Recipe) -> None:
         )
 
 
-def choose_layout(decisions: dict[str, Decision], family: Family, recipe: Recipe) -> str:
-    """The quantization layout: the recipe's, or what the runtime contract says loads right for the family.
-
-    Raises:
-        PlanRefused: the layout cannot hold what the recipe keeps.
-    """
-    contract = contract_for(recipe.serving.server, recipe.serving.version, family.key)
-    kept_fp8 = [d for d in decisions.values() if d.action == "keep" and d.stored.kind in FP8_KINDS]
-    wish = recipe.serving.layout
-    if wish == "auto":
-        wish = contract.default_layout if kept_fp8 else "bf16_rest"
-    if wish == "bf16_rest" and kept_fp8:
-        raise PlanRefused(
-            f"layout bf16_rest holds no FP8, but the recipe keeps {len(kept_fp8)} FP8 weights, first {kept_fp8[0].stored.name}",
-            hint="--set rest.attention=bf16 (and rest.shared_experts, rest.dense_mlp, rest.indexer, mtp.rest)",
-        )
-    if wish not in contract.layouts:
-        raise PlanRefused(
-            f"{recipe.serving.server} {recipe.serving.version} does not load layout {wish} for {family.key};"
-            f" it loads {', '.join(contract.layouts)}",
-            hint="--set serving.layout=auto",
-        )
-    return wish
-
-
 def source_fingerprint(checkpoint: Checkpoint) -> str:
     """SHA-256 over the configuration and every shard's name, size and tensor table. Contents are digested while they are read."""
     digest = hashlib.sha256(_canonical(checkpoint.config))
@@ -203,9 +182,9 @@ def source_fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _key(fingerprint: str, recipe: Recipe, layout: str, shards: tuple[ShardPlan, ...]) -> str:
+def _key(fingerprint: str, recipe: Recipe, description: Description, shards: tuple[ShardPlan, ...]) -> str:
     names = [[s.name, [[t.name, t.dtype, t.shape] for t in s.tensors]] for s in shards]
-    return hashlib.sha256(_canonical([PRESS_VERSION, fingerprint, recipe.canonical_json(), layout, names])).hexdigest()
+    return hashlib.sha256(_canonical([PRESS_VERSION, fingerprint, recipe.canonical_json(), description.quantization_config, names])).hexdigest()
 
 
 def _canonical(value: Any) -> bytes:
