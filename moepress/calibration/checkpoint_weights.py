@@ -38,11 +38,11 @@ class CheckpointWeights:
     def names(self) -> Collection[str]:
         return self._stored.keys()
 
-    def load(self, name: str) -> torch.Tensor:
+    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
         stored = self._stored.get(name)
         if stored is None:
             raise CheckpointError(f"no weight named {name}", where=self._location)
-        return load_weight(self._reader, stored)
+        return load_weight(self._reader, stored, rows=rows)
 
     def __enter__(self) -> Self:
         self._reader.__enter__()

@@ -17,7 +17,7 @@ The experts come in blocks, per-expert tensors stacked into the fused layout of 
     down    [B, C, I]
 
 so that memory holds the dense part of one layer (a few GB) and as many experts as the budget allows, never all 256.
-A source whose experts are already fused on disk (BF16 builds) is read whole for every block: correct, not fast.
+Sources whose experts are already fused on disk (BF16 builds) are read by bands of experts.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def load_experts(
     down = torch.empty(len(experts), hidden, inner, dtype=dtype, device=device)
     if names.fused is not None:
         for name, block in zip(names.fused, (gate_up, down), strict=True):
-            block.copy_(_of_shape(source.load(name)[experts.start : experts.stop], block.shape, name))
+            block.copy_(_of_shape(source.load(name, slice(experts.start, experts.stop)), block.shape, name))
         return ExpertBlock(experts.start, gate_up, down)
     for slot, expert in enumerate(experts):
         parts = (gate_up[slot, :inner], gate_up[slot, inner:], down[slot])

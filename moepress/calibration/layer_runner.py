@@ -202,9 +202,9 @@ class OpenLayer:
 
     def expert_blocks(self) -> Iterator[range]:
         """Ranges of experts that fit `RunSettings.expert_bytes`, ascending."""
-        config, settings = self._context.config, self._context.settings
-        one = 3 * config.hidden_size * config.moe_intermediate_size * settings.dtype.itemsize
-        size = max(1, settings.expert_bytes // one)
+        inner, hidden = self._names.expert_shape
+        settings = self._context.settings
+        size = max(1, settings.expert_bytes // (3 * inner * hidden * settings.dtype.itemsize))
         for first in range(0, self._context.num_experts, size):
             yield range(first, min(first + size, self._context.num_experts))
 

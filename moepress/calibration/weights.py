@@ -1,7 +1,7 @@
 """Where calibration gets weights: a name in, a decoded float32 tensor out.
 
     WeightSource.names()      logical names, as published: model.layers.3.mlp.experts.7.down_proj.weight
-    WeightSource.load(name)   float32 [logical shape], decoded at the moment of use, owned by the caller
+    WeightSource.load(name)   float32 [logical shape] or a band of its rows, decoded at the moment of use
 
 The seam exists so that the forward pass never knows how a weight is stored: block FP8, channel FP8, packed INT4 and
 BF16 look the same from here, and so do a source checkpoint and the one pressed from it. Nothing is cached: a second
@@ -23,8 +23,12 @@ class WeightSource(Protocol):
         """Every logical weight name, as published."""
         ...
 
-    def load(self, name: str) -> torch.Tensor:
-        """The weight, decoded: float32, logical shape, contiguous, owned by the caller.
+    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """The weight, decoded: float32, contiguous, owned by the caller.
+
+        Args:
+            name: one of `names`.
+            rows: a range of the first dimension (of fused experts: experts); None = the whole, logical shape.
 
         Raises:
             CheckpointError: there is no such weight.

@@ -52,7 +52,7 @@ def run(inputs: TapInputs, *blocks: ExpertBlock) -> torch.Tensor:
 
 def test_equals_its_plain_twin_and_transformers() -> None:
     inputs, block = routed_batch(), all_experts()
-    config, model = whole_model("deepseek_v3")
+    _config, model = whole_model("deepseek_v3")
     theirs = DeepseekV3Experts(model.config)
     theirs.load_state_dict({"gate_up_proj": block.gate_up, "down_proj": block.down})
     x, expert, weight = inputs

@@ -99,7 +99,7 @@ def test_errors_and_shares_follow_the_scale(tmp_path: Path) -> None:
 def test_padding_is_not_measured(tmp_path: Path) -> None:
     lengths = torch.tensor([24, 7, 13])
     padded, _ = measured("glm4_moe", tmp_path, lengths)
-    config, model = whole_model("glm4_moe")
+    _config, model = whole_model("glm4_moe")
     largest = 0.0
     for sample, length in zip(tokens(), lengths, strict=True):
         cache = DynamicCache(config=model.config)
