@@ -167,7 +167,7 @@ class Schemes:
             CheckpointError: servers would disagree about the module.
         """
         expert = ".experts." in name
-        if self._linear_fp8 and not expert and not name.endswith("lm_head"):
+        if self._linear_fp8 and not expert and not name.endswith(("lm_head", "shared_head.head")):
             return "linear_fp8_config"
         if self._ignore.match_suffix(name):
             if not self._ignore.match_exactly(name):

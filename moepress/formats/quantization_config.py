@@ -48,6 +48,7 @@ __all__ = [
     "build_quantization_config",
     "check_quantization_config",
     "ignore_list",
+    "linear_modules",
     "match_counts",
     "parse_source_quantization",
 ]
@@ -186,6 +187,18 @@ def _arguments(
 def _kv_cache_scheme() -> dict[str, Any]:
     """Static, symmetric, per tensor: the one form that SGLang takes (compressed_tensors.py, is_supported_scheme)."""
     return _arguments(8, "float", "tensor")
+
+
+def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Modules that a quantization config speaks about: those with a matrix called ``weight``, but no embedding.
+
+    Args:
+        shapes: logical shape by weight name.
+    """
+    modules = (
+        name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2
+    )
+    return [module for module in modules if module.rpartition(".")[2] != "embed_tokens"]
 
 
 def ignore_list(dense: Collection[str], quantized: Collection[str], *, num_layers: int) -> list[str]:

@@ -8,7 +8,6 @@ that family, and on a GPU by booting the real one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from moepress.formats.contract_types import (
     DSA_FAMILIES,
@@ -172,8 +171,8 @@ def sglang_contract(family: str) -> Contract:
         default_layout=default,
         kv_scales=kv_scales,
         flags=(kv_flag,) if family == "qwen3_moe" else (_NO_SHARED_FUSION, kv_flag),
-        group_sizes=MappingProxyType({"marlin": (-1, 32, 64, 128), "triton": (32, 128)}),
-        share_multiples=MappingProxyType({"marlin": 64, "triton": 8}),
+        group_sizes={"marlin": (-1, 32, 64, 128), "triton": (32, 128)},
+        share_multiples={"marlin": 64, "triton": 8},
         group_evidence="read in layers/quantization/marlin_utils.py:44, 250-256 and ct/compressed_tensors.py:653-661",
         symmetric_only=True,
         symmetric_evidence="seen: asymmetric experts fail, their zero points are not transposed",

