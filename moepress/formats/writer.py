@@ -1,9 +1,8 @@
 """One shard, streamed: the header first, then tensor after tensor, and the file appears when it is whole and re-read.
 
 The header's offsets follow from names, dtypes and shapes alone, so they are written before any tensor exists, and
-memory holds a few buffers (`hashed_stream`) where the usual save_file holds the shard. In return the tensors must
-come in `ShardWriter.order`. The digest that a receipt and the Hub want is taken on the way, not by reading the file
-again.
+memory holds one buffer (`hashed_stream`) where the usual save_file holds the shard. In return the tensors must come
+in `ShardWriter.order`. The digest that a receipt and the Hub want is taken on the way, not by reading the file again.
 
 What is promised about the file is in `atomic`: temporary name, fsync, rename. Here is added: exactly the bytes that
 the header declares, the header read back from the file and compared, and the free space looked at before the work.
