@@ -92,9 +92,9 @@ def decode_fp8(
     """Decode a weight, or a band of its rows, to float32.
 
     Args:
-        codes: ``[r, C]`` float8_e4m3fn, contiguous: the whole weight or rows ``first_row .. first_row + r`` of it.
+        codes: ``[r, C]`` float8_e4m3fn: the whole weight or rows ``first_row .. first_row + r`` of it.
         scale: the scale of the *whole* weight: ``[ceil(R/block_rows), ceil(C/block_columns)]`` with ``block``; without,
-            ``[R, 1]``, ``[R]``, ``[1]`` or ``[]``. float32, bfloat16, float16 or float8_e8m0fnu.
+            ``[R, 1]``, ``[R]``, ``[1]`` or ``[]``. float32, bfloat16, float16 or float8_e8m0fnu; any device.
         block: declared rows and columns per scale, or None.
         out: float32 ``[r, C]``, contiguous, filled and returned; a reused buffer. Allocated when None.
         first_row: row of the whole weight that ``codes`` begins with. Need not lie on a block's edge.
@@ -120,6 +120,7 @@ def decode_fp8(
         block_rows, block_columns = rows_and_columns_per_scale((rows, columns), tuple(scale.shape), block)
     except FormatError as error:
         raise FormatError(error.what, where=name) from error
+    scale = scale.to(codes.device)
     scale = decode_e8m0(scale, name=name) if scale.dtype == torch.float8_e8m0fnu else scale.to(torch.float32)
     check_scale(scale, name=name)
     scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
@@ -180,7 +181,7 @@ def decode_band_plain(
     band, columns = codes.shape
     out.copy_(codes)
     scale_row = torch.arange(first_row, first_row + band, device=codes.device) // block_rows
-    row_scales = scale.to(codes.device)[scale_row]  # [r, ceil(C/block_columns)]
+    row_scales = scale[scale_row]  # [r, ceil(C/block_columns)]
     whole = columns // block_columns
     if whole:
         blocks = out[:, : whole * block_columns].view(band, whole, block_columns)

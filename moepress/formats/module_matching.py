@@ -84,6 +84,7 @@ class Lines:
                     raise CheckpointError(f"{line!r} is not a pattern: {error}", where=where) from error
         self._any = re.compile("|".join(f"(?:{pattern.pattern})" for pattern in self._patterns.values()) or r"(?!)")
         self._plain = frozenset(line for line in self.lines if not line.startswith("re:"))
+        self._endings = tuple(f".{line}" for line in self._plain)
 
     def match_exactly(self, name: str) -> bool:
         """As vLLM, transformers and compressed-tensors do."""
@@ -91,21 +92,16 @@ class Lines:
 
     def match_suffix(self, name: str) -> bool:
         """As SGLang does for ``ignore``: a plain line also hits as a dotted suffix."""
-        return self.match_exactly(name) or any(suffix in self._plain for suffix in _dotted_suffixes(name))
+        return self.match_exactly(name) or name.endswith(self._endings)
 
     def hits(self, name: str) -> list[str]:
         """Each line that hits a name by either rule."""
-        suffixes = {name, *_dotted_suffixes(name)}
-        return [
-            line
-            for line in self.lines
-            if (self._patterns[line].match(name) if line in self._patterns else line in suffixes)
-        ]
-
-
-def _dotted_suffixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(1, len(parts))]
+        found = []
+        for line in self.lines:
+            pattern = self._patterns.get(line)
+            if pattern.match(name) if pattern else name == line or name.endswith(f".{line}"):
+                found.append(line)
+        return found
 
 
 def match_counts(config: Mapping[str, Any], modules: Collection[str], *, num_layers: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """What a checkpoint's config.json says about how its weights are stored.
 
-Three answers are understood, wherever they stand (top level, ``text_config``, or the older ``compression_config``):
+Three answers are understood, wherever they stand (top level or a section such as ``text_config``, also under the older
+name ``compression_config``):
 
 - ``quant_method: fp8``: e4m3 codes, one scale per block (DeepSeek V3, Kimi K2, GLM-5, Qwen3 FP8) or per tensor;
 - ``quant_method: compressed-tensors``: groups of modules, each float 8-bit (GLM-4.x FP8: one scale per channel) or
@@ -27,12 +28,7 @@ from moepress.errors import CheckpointError
 Strategy = Literal["tensor", "channel", "block", "group"]
 
 _E4M3_NAMES = ("e4m3", "float8_e4m3fn")
-_PLACES = (
-    ("quantization_config",),
-    ("text_config", "quantization_config"),
-    ("compression_config",),
-    ("text_config", "compression_config"),
-)
+_KEYS = ("quantization_config", "compression_config")
 _GROUP_FORMATS = ("float-quantized", "naive-quantized", "pack-quantized")
 _TOP_FORMATS = (*_GROUP_FORMATS, "mixed-precision", "dense")
 
@@ -103,16 +99,7 @@ def parse_source_quantization(config: Mapping[str, Any]) -> SourceQuantization:
     Raises:
         CheckpointError: two different declarations, or a method, format, type or strategy that is not known here.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
-    for path in _PLACES:
-        value: Any = config
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value:
-            place = ".".join(path)
-            if not isinstance(value, Mapping):
-                raise CheckpointError(f"{place} is not an object but {type(value).__name__}", where="config.json")
-            found.append((place, dict(value)))
+    found = _declarations(config)
     if not found:
         return SourceQuantization("none")
     place, declared = found[0]
@@ -133,6 +120,17 @@ def parse_source_quantization(config: Mapping[str, Any]) -> SourceQuantization:
         where=f"config.json: {place}",
         hint="start from the publisher's FP8, BF16 or compressed-tensors checkpoint instead",
     )
+
+
+def _declarations(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Every quantization block, the top level's first, with the place where it stands."""
+    sections = [("", config)]
+    sections += [(f"{name}.", section) for name, section in config.items() if isinstance(section, Mapping)]
+    found = [(prefix + key, section[key]) for prefix, section in sections for key in _KEYS if section.get(key)]
+    for place, declared in found:
+        if not isinstance(declared, Mapping):
+            raise CheckpointError(f"{place} is not an object but {type(declared).__name__}", where="config.json")
+    return found
 
 
 def _title(declared: Mapping[str, Any]) -> str:

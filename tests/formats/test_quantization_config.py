@@ -101,6 +101,16 @@ def test_two_different_blocks_are_refused() -> None:
         parse_source_quantization(config)
 
 
+def test_a_block_is_found_in_any_section() -> None:
+    """CF-10 (b): also where a wrapper calls its text model otherwise."""
+    source = parse_source_quantization({"language_config": {"quantization_config": FP8_BLOCK}})
+    assert source.place == "language_config.quantization_config"
+    with pytest.raises(CheckpointError, match="two different quantization blocks"):
+        parse_source_quantization(
+            {"quantization_config": int4_config(), "llm_config": {"compression_config": FP8_BLOCK}}
+        )
+
+
 def compressed(**changes: Any) -> dict[str, Any]:
     config = int4_config()
     config["config_groups"]["group_0"]["weights"] |= changes.pop("weights", {})
@@ -372,7 +382,7 @@ def test_list_stays_short_for_a_real_model() -> None:
     dense = [
         f"model.layers.{i}.self_attn.{leaf}" for i in range(79) for leaf in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
     ]
-    quantized = [f"model.layers.{i}.mlp.experts.{e}.up_proj" for i in range(79) for e in range(256)]
+    quantized = [f"model.layers.{i}.mlp.experts.{e}.up_proj" for i in range(79) for e in range(16)]
     lines = ignore_list(dense, quantized, num_layers=78)
     assert lines == [
         r"re:.*\.self_attn\.(?:fused_qkv_a_proj|fused_qkv_a_proj_with_mqa|kv_a_proj_with_mqa|o_proj|q_a_proj)$"
@@ -380,7 +390,7 @@ def test_list_stays_short_for_a_real_model() -> None:
     config = build_quantization_config(layout="bf16_rest", group_size=32, ignore=lines)
     stored: dict[str, Any] = {**dict.fromkeys(dense, "dense"), **dict.fromkeys(quantized, "int4")}
     counts = check_quantization_config(config, stored, num_layers=78)
-    assert counts == {lines[0]: 237, "Linear": 0, EXPERT_TARGET: 79 * 256}
+    assert counts == {lines[0]: 237, "Linear": 0, EXPERT_TARGET: 79 * 16}
 
 
 def test_experts_kept_dense_in_one_layer_name_that_layer() -> None:
