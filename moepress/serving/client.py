@@ -1,4 +1,4 @@
-"""Talk to a running SGLang server: the few HTTP calls that a validation needs, with errors that say which one failed."""
+"""Talk to a running SGLang server: the few HTTP calls that a validation needs; errors say which one failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Generation:
     Attributes:
         tokens: generated token ids.
         logprobs: natural-log probability of each generated token; empty when not asked for.
-        prompt_logprobs: of the prompt's tokens from `logprobs_from` on, given the tokens before; empty when not asked for.
+        prompt_logprobs: of the prompt's tokens from `logprobs_from` on, given those before; empty when not asked for.
         text: decoded text; empty when the server runs without a tokenizer.
         finish_reason: ``length``, ``stop``, ``abort``.
     """
@@ -113,7 +113,7 @@ class SGLangClient:
             temperature: 0 = greedy.
             ignore_eos: go on after the end token.
             logprobs: return log-probabilities of the generated tokens.
-            logprobs_from: also return those of the prompt's tokens from this index on (index >= 1: a first token has none).
+            logprobs_from: also return those of the prompt's tokens from this index on (>= 1: a first token has none).
         """
         body: dict[str, Any] = {
             "text" if isinstance(prompt, str) else "input_ids": prompt if isinstance(prompt, str) else list(prompt),

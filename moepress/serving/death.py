@@ -48,7 +48,7 @@ _TABLE: Sequence[tuple[Cause, str, str]] = (
         Cause.OUT_OF_MEMORY,
         r"OutOfMemoryError|out of memory|Not enough memory\. Please try to increase|can't allocate memory"
         r"|Cannot allocate memory|std::bad_alloc",
-        "more GPUs (--tp), a lower or higher --mem-fraction-static, fewer --max-total-tokens; `moepress plan` says what fits",
+        "more GPUs, another --mem-fraction-static, fewer --max-total-tokens; `moepress plan` says what fits",
     ),
     (
         Cause.BAD_ARGUMENT,
@@ -84,8 +84,8 @@ _TABLE: Sequence[tuple[Cause, str, str]] = (
         r"not in moepress's CPU lab|no kernel image is available|No module named '(sgl_kernel|flash_mla|deep_gemm|"
         r"flashinfer|vllm)|not compiled with CUDA|has no attribute '\w+_cpu'|undefined symbol"
         r"|is not supported (on|for) (this|the current) (GPU|platform|device)|sgl_kernel[^:]*: not",
-        "this installation or GPU has no kernel for the layout: another --attention-backend or --moe-runner-backend, or "
-        "another SGLang build",
+        "this installation or GPU has no kernel for the layout: try another --attention-backend or "
+        "--moe-runner-backend, or another SGLang build",
     ),
     (
         Cause.MISSING_FILE,
@@ -104,7 +104,9 @@ _COMPILED = tuple((cause, re.compile(pattern, re.IGNORECASE), hint) for cause, p
 
 # An exception's own line ("RuntimeError: ...", "torch.OutOfMemoryError: ..."), argparse's complaint, or our plug-in's.
 _EXCEPTION = re.compile(
-    r"^(?:\[[^\]]*\] )?(?:[\w.]+(?:Error|Exception|Exit|Interrupt)\b.*|\S*launch_server\.py: error: .*|moepress CPU lab: (?:made|this).*)"
+    r"^(?:\[[^\]]*\] )?"
+    r"(?:[\w.]+(?:Error|Exception|Exit|Interrupt)\b.*|\S*launch_server\.py: error: .*"
+    r"|moepress CPU lab: (?:made|this).*)"
 )
 _ECHO = re.compile(r"Received sigquit|KeyboardInterrupt|BrokenPipeError|ConnectionResetError|EOFError")
 

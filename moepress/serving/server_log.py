@@ -1,10 +1,10 @@
 """What SGLang's log says: sizes, dtypes, warnings about tensors, and why a server died.
 
-The HTTP interface repeats what was asked for; the log says what was decided (`kv_cache_dtype` is "auto" in /server_info,
-the dtype of the pool is in the log). Lines are read from SGLang 0.5.23; a line that is not met leaves its field None,
-never a guess.
+The HTTP interface repeats what was asked for; the log says what was decided (`kv_cache_dtype` is "auto" in
+/server_info, the dtype of the pool is in the log). Lines are read from SGLang 0.5.23; a line that is not met leaves its
+field None, never a guess.
 
-    Load weight end. elapsed=0.45 s, type=DeepseekV3ForCausalLM, quant=compressed-tensors, avail mem=15.95 GB, mem usage=0.06 GB.
+    Load weight end. elapsed=0.45 s, type=DeepseekV3ForCausalLM, quant=compressed-tensors, …, mem usage=0.06 GB.
     KV Cache is allocated. dtype: torch.bfloat16, #tokens: 20000, KV size: 0.02 GB
     max_total_num_tokens=20000, chunked_prefill_size=4096, ..., available_gpu_mem=15.82 GB
     The server is fired up and ready to roll!

@@ -6,8 +6,8 @@
                                                                 # nothing of it is left here
 
 SGLang's pins conflict with moepress's, so it lives in an environment of its own and is only ever run, never imported.
-The process tree is held by `keeper`: it ends when this process does, however that happens. Ready means both that the log
-says so and that /health_generate has produced a token: the port answers long before the model does.
+The process tree is held by `keeper`: it ends when this process does, however that happens. Ready means both that the
+log says so and that /health_generate has produced a token: the port answers long before the model does.
 
 A server that somebody else started is used through `SGLangClient(url)`; it is never stopped from here.
 """

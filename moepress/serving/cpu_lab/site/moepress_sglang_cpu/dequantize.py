@@ -28,7 +28,7 @@ def fp8(weight: torch.Tensor, scale: torch.Tensor, block: list[int] | None) -> t
 
     Args:
         weight: [..., R, C] float8_e4m3fn.
-        scale: [..., ceil(R/block), ceil(C/block)] float32 with `block`; without, anything that broadcasts to [..., R, C].
+        scale: [..., ceil(R/block), ceil(C/block)] float32; without `block`, anything that broadcasts to [..., R, C].
         block: rows and columns of a block, or None.
 
     Returns:

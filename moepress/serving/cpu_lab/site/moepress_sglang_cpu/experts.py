@@ -4,6 +4,7 @@ The parameters stay as loaded, so that /weights_checker hashes what came from th
 Marlin). The bfloat16 copies are plain attributes, not parameters.
 """
 
+# ruff: noqa: ARG001 - the functions keep the signatures of those they replace
 from __future__ import annotations
 
 from . import dequantize
@@ -58,15 +59,8 @@ def _apply(self, layer, dispatch_output):
     return StandardCombineInput(hidden_states=hidden)
 
 
-def _no_capability_check(self, min_capability, error=True):
-    return True
-
-
 def replacements():
     return {
-        # asks for a CUDA compute capability
-        "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
-        "._check_scheme_supported": _no_capability_check,
         _INT4 + "process_weights_after_loading": _int4_after_loading,
         _INT4 + "create_moe_runner": _keep_runner_config,
         _INT4 + "apply_weights": _apply,

@@ -1,7 +1,7 @@
 """Stand-in for torchvision, for text models only.
 
-SGLang imports the image code of all its models, and that imports torchvision. The real one must match torch to the patch
-version and brings nothing that a text model needs. Here every name can be imported; whoever calls one is told.
+SGLang imports the image code of all its models, and that imports torchvision. The real one must match torch to the
+patch version and brings nothing that a text model needs. Here every name can be imported; whoever calls one is told.
 """
 
 from torchvision.absent import lookup
