@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from moepress.errors import CheckpointError
 from moepress.formats.checkpoint import Checkpoint, TensorRef
+from moepress.formats.fused_experts import is_fused_experts, is_transposed, neighbour
 from moepress.formats.scale_layout import Fp8Layout, fp8_layout, grouped_columns, packed_words
 from moepress.formats.source_quantization import SourceQuantization, parse_source_quantization
 
@@ -48,8 +49,6 @@ _ONLY_BESIDE_A_WEIGHT = re.compile(
     r"|weight_g_idx|packed|blocks|scales|qweight|qzeros|g_idx|input_scale|input_global_scale|weight_global_scale)$"
 )
 """Names that mean nothing without the weight they belong to. KV scales (``k_scale``) stand for themselves."""
-
-_FUSED_EXPERTS = re.compile(r"(?:^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj)(?:\.weight)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class _Resolver:
         encoding = self._scale_encoding(ref, scale)
         if encoding is None:
             return None
-        fused = _FUSED_EXPERTS.search(ref.name) is not None and len(ref.shape) == 3
+        fused = is_fused_experts(ref.name, ref.shape)
         if len(ref.shape) != 2 and not fused:
             self.problems["FP8 that is not a matrix"].append(f"{ref.name} {list(ref.shape)}")
             return None
@@ -295,28 +294,24 @@ class _Resolver:
         if ref.dtype not in _FLOATS and ref.dtype not in _PLAIN_INTEGERS:
             self.problems[f"{ref.dtype} of an encoding that is not known here"].append(ref.name)
             return None
-        if ref.dtype in _FLOATS and len(ref.shape) == 3 and _FUSED_EXPERTS.search(ref.name):
+        if ref.dtype in _FLOATS and is_fused_experts(ref.name, ref.shape):
             shape, transposed = self._fused_shape(ref)
             return StoredWeight(ref.name, "fused_experts", shape, {"weight": ref}, transposed=transposed)
         return StoredWeight(ref.name, "dense", ref.shape, {"weight": ref})
 
     def _fused_shape(self, ref: TensorRef) -> tuple[tuple[int, ...], bool]:
-        """``[experts, out, in]`` of fused experts, and whether the file has the last two the other way round.
-
-        Of gate_up the input is the hidden size, of down the output is. Where both dimensions equal the hidden size the
-        file is taken to be in torch's own order, ``[experts, out, in]``.
-        """
+        """``[experts, out, in]`` of fused experts, and whether the file has the last two the other way round."""
         hidden = _text_config(self.checkpoint.config).get("hidden_size")
         experts, first, second = ref.shape
-        found = _FUSED_EXPERTS.search(ref.name)
-        hidden_last = found is not None and found[1] != "down_proj"
         if hidden not in (first, second):
-            self.problems[f"fused experts without a dimension of hidden_size {hidden}"].append(
-                f"{ref.name} {list(ref.shape)}"
-            )
-        if (second if hidden_last else first) == hidden:
-            return (experts, first, second), False
-        return (experts, second, first), True
+            problem = f"fused experts without a dimension of hidden_size {hidden}"
+            self.problems[problem].append(f"{ref.name} {list(ref.shape)}")
+            return ref.shape, False
+        transposed = is_transposed(ref.name, ref.shape, hidden)
+        other = self.checkpoint.tensors.get(neighbour(ref.name))
+        if transposed is None and other is not None and len(other.shape) == 3:
+            transposed = is_transposed(other.name, other.shape, hidden)
+        return ((experts, second, first), True) if transposed else (ref.shape, False)
 
     def _check_act_order(self, weights: Mapping[str, StoredWeight]) -> None:
         """A server takes the activation order of all experts of a projection from one of them."""

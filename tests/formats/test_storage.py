@@ -329,6 +329,16 @@ def test_fused_experts_are_recognised_in_either_order(transposed: bool, tmp_path
     assert {weight.transposed for weight in weights.values()} == {transposed}
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_square_fused_experts_are_read_as_their_neighbour_is(transposed: bool, tmp_path: Path) -> None:
+    """2·I = H: gate_up alone could be either way round; down cannot."""
+    down = torch.ones(2, 64, 128) if transposed else torch.ones(2, 128, 64)
+    tensors = {"mlp.experts.gate_up_proj": torch.ones(2, 128, 128), "mlp.experts.down_proj": down}
+    weights = resolve_storage(one_shard(tmp_path, tensors, hidden_size=128))
+    assert {weight.transposed for weight in weights.values()} == {transposed}
+    assert weights["mlp.experts.down_proj"].shape == (2, 128, 64)
+
+
 def test_fused_experts_in_fp8(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj"
     tensors = {name: torch.zeros(2, 128, 256).to(FP8), f"{name}_scale_inv": torch.ones(2, 1, 2)}
