@@ -28,7 +28,6 @@ import hashlib
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -178,11 +177,17 @@ def peak_mb(copy: str, folder: Path) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+def high_water_kb() -> int:
+    """The most memory this process ever had. (ru_maxrss would start at its parent's.)"""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
 def measure_peak(copy: str, folder: Path) -> None:
     checkpoint, out = open_checkpoint(folder), folder.with_name("out.safetensors")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = high_water_kb()
     {"moepress": stream_copy, "save_file": load_and_save}[copy](checkpoint, out)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1000)
+    print((high_water_kb() - before) // 1000)
     out.unlink()
 
 
