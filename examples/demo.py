@@ -1,0 +1,42 @@
+"""The main job from end to end on a real, trained, tiny checkpoint: what `make demo` runs.
+
+Every line that begins with `$` is a command you could have typed. The tiny Kimi (7.9 M parameters, trained, in
+examples/tiny_kimi) is written out the way Kimi K2 ships, pressed, verified, and handed to transformers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def step(title: str, *command: str) -> None:
+    """Prints and runs one command; its failure ends the demo with its exit code."""
+    print(f"\n\033[1m# {title}\033[0m" if sys.stdout.isatty() else f"\n# {title}")
+    print(f"$ {' '.join(command)}", flush=True)
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        raise SystemExit(status)
+
+
+def main() -> None:
+    out = Path(sys.argv[1] if len(sys.argv) > 1 else "demo-out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    source, pressed = str(out / "tiny-kimi-fp8"), str(out / "tiny-kimi-int4")
+    recipe = ["--recipe", "kimi-k2-bf16", "--set", "serving.tensor_parallel=1"]
+    step("A block-FP8 checkpoint, written as Kimi K2 ships", sys.executable, str(HERE / "tiny_kimi" / "export.py"), source)
+    step("What is in it?", "moepress", "inspect", source)
+    step("What would pressing it need and give?", "moepress", "plan", source, pressed, *recipe)
+    step("Press", "moepress", "convert", source, pressed, *recipe)
+    step("Re-read every tensor with other people's code", "moepress", "verify", pressed, "--source", source)
+    step("Load it in transformers and hold it against the source", sys.executable, str(HERE / "judge.py"), pressed)
+    print(f"\nThe pressed checkpoint is in {pressed}; its receipts are in {pressed}/.moepress.")
+
+
+if __name__ == "__main__":
+    main()

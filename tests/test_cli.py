@@ -1,0 +1,158 @@
+"""The command line as a user meets it: processes, exit codes, stdout and stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.pressing import RECIPES
+from tests.tiny_checkpoints import TinyCheckpoint, build
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def moepress(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moepress.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd or ROOT,
+        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"},
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`moepress --help` answers in 0.3 s on a quiet machine; what would make it slow is what it imports."""
+    code = (
+        "import sys; from moepress.cli import app\n"
+        "try: app(['--help'], standalone_mode=False)\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'numba', 'transformers', 'pydantic', 'safetensors', 'compressed_tensors', 'huggingface_hub'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr.strip() == "[]"
+    assert "convert" in done.stdout
+
+
+def test_headers_are_read_without_torch(tiny: Callable[[str], TinyCheckpoint]) -> None:
+    """inspect and plan's arithmetic start fast: no torch, no numba."""
+    code = (
+        "import sys\nfrom moepress.formats.checkpoint import open_checkpoint\nfrom moepress.formats.inspection import inspect_checkpoint\n"
+        "from moepress.convert.plan import make_plan\nfrom moepress.recipe import load_recipe\n"
+        f"c = open_checkpoint({str(tiny('kimi').folder)!r}); inspect_checkpoint(c)\n"
+        "make_plan(c, load_recipe('kimi-k2', ['serving.tensor_parallel=1']))\n"
+        "print(sorted({'torch', 'numba', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version() -> None:
+    from moepress import __version__
+
+    assert moepress("--version").stdout.strip() == f"moepress {__version__}"
+
+
+@pytest.mark.parametrize("family", sorted(RECIPES))
+def test_inspect_adds_up(family: str, tiny: Callable[[str], TinyCheckpoint]) -> None:
+    done = moepress("inspect", tiny(family).folder, "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    checkpoint = tiny(family)
+    assert data["bytes"] == sum(t.numel() * t.element_size() for t in checkpoint.tensors.values())
+    assert data["parameters"] == sum(t.numel() for t in checkpoint.truth.values())
+    assert sum(row["tensors"] for row in data["rows"]) == len(checkpoint.tensors)
+
+
+def test_the_whole_path_and_each_next_step(tmp_path: Path) -> None:
+    """Every command ends with the next one to run, and that next command works."""
+    source = build("kimi", tmp_path / "src").folder
+    out = tmp_path / "out"
+    recipe = ("--recipe", "kimi-k2", "--set", "serving.tensor_parallel=1")
+    inspected = moepress("inspect", source)
+    assert f"next: moepress plan {source} --recipe" in inspected.stdout
+    planned = moepress("plan", source, out, *recipe)
+    assert planned.returncode == 0, planned.stderr
+    command = planned.stdout.partition("next: moepress ")[2].split()
+    assert command[0] == "convert"
+    converted = moepress(*command)
+    assert converted.returncode == 0, converted.stderr
+    command = converted.stdout.partition("next: moepress ")[2].split()
+    assert command[0] == "verify"
+    verified = moepress(*command)
+    assert verified.returncode == 0, verified.stdout
+    assert "verified" in verified.stdout
+
+
+def test_json_is_data_alone(tmp_path: Path) -> None:
+    source = build("kimi", tmp_path / "src").folder
+    recipe = ("--recipe", "kimi-k2", "--set", "serving.tensor_parallel=1")
+    for command in (["plan", source, *recipe], ["convert", source, tmp_path / "out", *recipe], ["verify", tmp_path / "out", "--source", source]):
+        done = moepress(*command, "--json")
+        assert done.returncode == 0, done.stderr
+        json.loads(done.stdout)
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    """0 good, 1 checked and found wanting, 2 could not be done; never a traceback."""
+    source = build("kimi", tmp_path / "src").folder
+    recipe = ("--recipe", "kimi-k2", "--set", "serving.tensor_parallel=1")
+    out = tmp_path / "out"
+    assert moepress("convert", source, out, *recipe).returncode == 0
+    (out / "tokenizer.json").unlink()
+    wanting = moepress("verify", out, "--source", source)
+    assert wanting.returncode == 1
+    assert "tokenizer.json" in wanting.stdout
+    strict = moepress("convert", source, tmp_path / "strict", *recipe, "--set", "limits.max_relative_error=0.01")
+    assert strict.returncode == 1
+    assert "limits.max_relative_error" in strict.stderr
+    for bad in (["convert", tmp_path / "nowhere", out, *recipe], ["inspect", "moonshotai/Kimi-K2-Instruct"], ["plan", source, "--recipe", "nope"]):
+        done = moepress(*bad)
+        assert done.returncode == 2, done.stdout
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+        assert "hint:" in done.stderr
+
+
+def test_errors_are_json_too(tmp_path: Path) -> None:
+    done = moepress("inspect", tmp_path / "nowhere", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["what"]
+
+
+def test_recipes_list_show_check_schema() -> None:
+    listed = moepress("recipes", "list", "--json")
+    names = [recipe["name"] for recipe in json.loads(listed.stdout)]
+    assert "kimi-k2" in names
+    shown = moepress("recipes", "show", "kimi-k2", "--set", "weights.group_size=64")
+    assert "group_size: 64" in shown.stdout
+    assert moepress("recipes", "check", "glm-5").returncode == 0
+    assert moepress("recipes", "check", "glm-5", "--set", "weights.group_size=7").returncode == 2
+    assert json.loads(moepress("recipes", "schema").stdout)["title"] == "Recipe"
+    assert "glm_moe_dsa" in moepress("recipes", "families").stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "overrides", "source_gib", "pressed_gib", "gpu_before", "gpu_after"),
+    [
+        ("glm_5.2_fp8", "glm-5", ("mtp.experts=bf16",), 703.72, 420.71, 88.46, 51.94),
+        ("glm_5.2_fp8", "glm-5", ("rest.shared_experts=source", "rest.dense_mlp=source", "mtp.rest=source"), 703.72, 404.31, 88.46, 51.53),
+    ],
+)
+def test_plan_gives_the_published_figures_from_a_config_alone(
+    config: str, recipe: str, overrides: tuple[str, ...], source_gib: float, pressed_gib: float, gpu_before: float, gpu_after: float
+) -> None:
+    """The mission's headline: GLM-5.2, 704 → 421 GiB, 88 → 52 GiB a GPU at TP8."""
+    options = [part for override in overrides for part in ("--set", override)]
+    done = moepress("plan", ROOT / "tests" / "configs" / f"{config}.json", "--recipe", recipe, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    for side, size, gpu in (("source", source_gib, gpu_before), ("pressed", pressed_gib, gpu_after)):
+        assert abs(data[side]["bytes"] / 2**30 - size) < 0.05
+        assert abs(data[side]["weights_per_gpu"] / 2**30 - gpu) < 0.05
