@@ -277,4 +277,4 @@ def _unfilled(name: str, parameter: Mapping[str, Any]) -> bool:
 
 def _loses(cast: Mapping[str, str]) -> bool:
     """float32 into a 16-bit parameter: wanted for scales, wrong for the router's correction bias."""
-    return cast["from"] == "float32" and cast["to"] != "float32" and "e_score_correction_bias" in cast["parameter"]
+    return "e_score_correction_bias" in cast["parameter"] and cast["from"] == "float32" != cast["to"]

@@ -1,8 +1,8 @@
 """Write down which checkpoint tensor went into which parameter while SGLang loads a model. Changes nothing.
 
-SGLang's loaders do not say what they skip: unknown names are passed over (GLM-4, Qwen3) or logged once (DeepSeek),
-and a parameter that no tensor filled keeps whatever was in memory. So we follow the data. Every tensor that the loader
-is given is a subclass of torch.Tensor that carries the names it came from; views, casts, concatenations and copies between
+SGLang's loaders do not say what they skip: unknown names are passed over (GLM-4, Qwen3) or logged once (DeepSeek), and
+a parameter that no tensor filled keeps whatever was in memory. So we follow the data. Every tensor that the loader is
+given is a subclass of torch.Tensor that carries the names it came from; views, casts, concatenations and copies between
 devices carry them on; a copy into memory of a parameter is written down, with the place inside it:
 
     model.layers.3.mlp.experts.17.up_proj.weight_packed ──▶ model.layers.3.mlp.experts.w13_weight_packed, 98304 elements
