@@ -172,8 +172,8 @@ def classify(family: Family, config: Config, name: str) -> Identity:
     if in_layer is None:
         key = _BLOCK.sub(".blocks.{block}.", path, count=1)
         slot = _find(family.top_slots, key, part)
-        if slot is None:
-            raise _unknown(family, name)
+        if slot is None or (path != weight and slot.component in (Component.VISION, Component.PROJECTOR)):
+            raise _unknown(family, name)  # the prefix is the text model's own
         return Identity(slot.component, None, None, slot.projection_name, False)
 
     layer = int(in_layer[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from moepress.formats.architecture import (
     sparse_layers,
 )
 from moepress.formats.families import Component, classify, identify_family, logical_name
-from tests.tiny_checkpoints import FAMILIES, build
+from tests.tiny_checkpoints import FAMILIES, TinyCheckpoint
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -159,21 +160,21 @@ def test_ways_to_say_which_layers_are_sparse() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tiny_checkpoints_hold_exactly_what_is_expected(family: str, tmp_path: Path) -> None:
+def test_the_tiny_checkpoints_hold_exactly_what_is_expected(family: str, tiny: Callable[[str], TinyCheckpoint]) -> None:
     """Names and shapes; and `published` is how the tensors really are stored."""
-    tiny = build(family, tmp_path / "model")
-    expected = {spec.name: spec for spec in expected_weights(tiny.config)}
+    checkpoint = tiny(family)
+    expected = {spec.name: spec for spec in expected_weights(checkpoint.config)}
     optional = {name for name, spec in expected.items() if spec.copy_of is not None}
-    assert set(tiny.truth) <= set(expected)
-    assert set(expected) - set(tiny.truth) <= optional
-    for name, value in tiny.truth.items():
+    assert set(checkpoint.truth) <= set(expected)
+    assert set(expected) - set(checkpoint.truth) <= optional
+    for name, value in checkpoint.truth.items():
         assert expected[name].shape == tuple(value.shape), name
 
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tiny.tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         weight, part = logical_name(name)
         parts.setdefault(weight, {})[part] = tensor
-    kinds = {name: expected[name].published for name in tiny.truth}
+    kinds = {name: expected[name].published for name in checkpoint.truth}
     assert {name: kind_of(stored) for name, stored in parts.items()} == kinds
 
 

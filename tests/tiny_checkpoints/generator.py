@@ -134,7 +134,7 @@ def fill(weight: Weight, seed: int) -> torch.Tensor:
         case "router":
             return 0.2 * noise
         case "router_bias":
-            return 8.5 + 0.001 * noise  # as trained ones are: far apart from zero, close together
+            return 8.5 + 0.01 * noise  # as trained ones are: far apart from zero, close together
         case "fused":
             experts, rows, columns = weight.shape
             return STD * noise * torch.stack([tile_magnitudes(rows, columns, expert) for expert in range(experts)])
