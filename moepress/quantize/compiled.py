@@ -10,6 +10,8 @@ same bits as its torch twin:
   result of a row never depends on how rows were shared out, so it never depends on the number of threads;
 - ``cache``: compiled once per machine, beside the source, or in the user's cache folder where the package is read-only.
 
+A kernel calls only kernels of its own file: the cache notices a change in that one file only.
+
 Nothing is compiled at import: a kernel is compiled, or read from the cache, when it is first called.
 """
 

@@ -239,3 +239,31 @@ def round_rows(
                 stored[g] = np.uint16(row_bits[g] >> 16)
         _round_row(w[r], codes[r], row_scales, lanes, limits)
     return lanes[0].sum(), lanes[1].sum(), float(lanes[2].max()), nans, infinities
+
+
+@kernel
+def measure_rows(w: Floats, codes: Codes, scales: Bf16Bits) -> tuple[float, float, float]:
+    """Σ (w − q s)², Σ w², max |w − q s| of given codes.
+
+    Args:
+        w: float32 [R, C], C-contiguous.
+        codes: int8 [R, C].
+        scales: uint16 [R, G], BF16 bits.
+    """
+    rows, columns = w.shape
+    groups = scales.shape[1]
+    width = columns // groups
+    row_scales = np.empty(groups, np.float32)
+    row_bits = row_scales.view(np.int32)
+    error, energy, worst = np.zeros(width, np.float64), np.zeros(width, np.float64), np.zeros(width, np.float32)
+    for r in range(rows):
+        for g in range(groups):
+            row_bits[g] = np.int32(scales[r, g]) << 16
+        for g in range(groups):
+            x, q, s = w[r, g * width : (g + 1) * width], codes[r, g * width : (g + 1) * width], row_scales[g]
+            for j in range(width):
+                d = x[j] - np.float32(q[j]) * s
+                error[j] += np.float64(d) * np.float64(d)
+                energy[j] += np.float64(x[j]) * np.float64(x[j])
+                worst[j] = max(worst[j], abs(d))
+    return error.sum(), energy.sum(), float(worst.max())

@@ -27,7 +27,7 @@ import torch
 from moepress.errors import QuantizeError
 from moepress.quantize.fidelity import Fidelity
 from moepress.quantize.grid import Grid, QuantizedWeight, usable_scales
-from moepress.quantize.rounding_kernel import Bf16Bits, Codes, Floats, group_peaks, round_rows
+from moepress.quantize.rounding_kernel import Bf16Bits, Codes, Floats, group_peaks, measure_rows, round_rows
 from moepress.quantize.scale_search import search_scales, search_scales_plain
 
 Scale = Literal["max", "mse"]
@@ -64,13 +64,13 @@ def rtn_band(w: Floats, codes: Codes, scales: Bf16Bits, grid: Grid, scale: Scale
     if scale == "mse":
         groups = w.reshape(-1, width)
         peaks = np.empty(groups.shape[0], np.float32)
-        _refuse_not_finite(*group_peaks(groups.view(np.int32), peaks.view(np.int32)), w.size)
+        refuse_not_finite(*group_peaks(groups.view(np.int32), peaks.view(np.int32)), w.size)
         found = search_scales(groups, np.ones((1, width), np.float32), peaks, columns // width, grid)
         np.copyto(scales, (found.view(np.uint32) >> 16).astype(np.uint16).reshape(scales.shape))
         divisor = 0.0
     limits = (float(grid.qmin), float(grid.qmax))
     error, energy, worst, nans, infinities = round_rows(w, w.view(np.int32), codes, scales, divisor, limits)
-    _refuse_not_finite(nans, infinities, w.size)
+    refuse_not_finite(nans, infinities, w.size)
     return error, energy, worst
 
 
@@ -114,7 +114,7 @@ def rtn_plain(weight: torch.Tensor, grid: Grid, *, scale: Scale = "max") -> Quan
     """``rtn`` in plain torch on ``weight``'s device; codes and scales agree bit for bit with the kernel."""
     *stack, rows, columns = weight.shape
     width = grid.width(columns)
-    _refuse_not_finite(int(weight.isnan().sum()), int(weight.isinf().sum()), weight.numel())
+    refuse_not_finite(int(weight.isnan().sum()), int(weight.isinf().sum()), weight.numel())
     groups = weight.reshape(-1, width)
     if scale == "mse":
         s = search_scales_plain(groups, torch.ones(1, width, device=weight.device), columns // width, grid)
@@ -137,7 +137,19 @@ def rtn_plain(weight: torch.Tensor, grid: Grid, *, scale: Scale = "max") -> Quan
     )
 
 
-def _refuse_not_finite(nans: int, infinities: int, count: int) -> None:
+def measure(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> Fidelity:
+    """Error sums of codes and scales that came from anywhere.
+
+    Args:
+        weight: float32 [R, C], contiguous: the source.
+        codes: int8 [R, C], contiguous.
+        scales: bfloat16 [R, G], contiguous.
+    """
+    return Fidelity(*measure_rows(weight.numpy(), codes.numpy(), scales.view(torch.uint16).numpy()))
+
+
+def refuse_not_finite(nans: int, infinities: int, count: int) -> None:
+    """Raise a ``QuantizeError`` that counts what is not finite, if anything is."""
     if nans or infinities:
         raise QuantizeError(
             f"{nans:,} NaN and {infinities:,} infinite values among {count:,} weights",

@@ -1,0 +1,114 @@
+"""Targets that make up for the errors of the layers before.
+
+In a model whose first layers are quantized already, a weight sees inputs x̃ where the source saw x, and should still
+give W x. The least-squares answer, with ridge ρ,
+
+    W′ = W + a · W C (H̃ + ρ I)⁻¹        C = (2/n) Σ (x − x̃) x̃ᵀ        H̃ = (2/n) Σ x̃ x̃ᵀ
+
+is what GPTQ should aim at, against H̃. For down, x̃ comes out of gate and up already quantized, so it also makes up
+for theirs. C is as noisy as H̃ and shrinks with it, towards no correction: C ← (1 − λ) C. Measured on a small trained
+model at four bits in groups of 128, refit and coordinate descent on: KL divergence 3.70 → 3.47 with down alone, 3.40
+with all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moepress.errors import QuantizeError
+from moepress.quantize.hessian import CHUNK, shrinkage
+
+_RIDGES = (0.1, 1.0, 10.0)
+
+
+class CrossSum:
+    """Running Σ w (x − x̃) x̃ᵀ and token count, beside the ``HessianSum`` of x̃.
+
+    Args:
+        columns: C, the width of the inputs.
+        device: where the sum lives.
+    """
+
+    def __init__(self, columns: int, device: torch.device | str = "cpu") -> None:
+        self._total = torch.zeros(columns, columns, device=device)
+        self.tokens = 0
+
+    def add(self, source: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Add tokens, row by row the same in both.
+
+        Args:
+            source: [n, C], the source model's inputs x.
+            seen: [n, C], the inputs x̃ behind quantized weights.
+            weights: float32 [n], not negative; all 1 when not given.
+
+        Raises:
+            QuantizeError: shapes that do not fit.
+        """
+        if source.shape != seen.shape or source.ndim != 2 or source.shape[1] != self._total.shape[0]:
+            raise QuantizeError(
+                f"inputs {list(source.shape)} and {list(seen.shape)} for {self._total.shape[0]} columns",
+                where="CrossSum",
+            )
+        for start in range(0, source.shape[0], CHUNK):
+            x_seen = seen[start : start + CHUNK].float()
+            difference = source[start : start + CHUNK].float() - x_seen
+            if weights is not None:
+                difference *= weights[start : start + CHUNK, None]
+            self._total.addmm_(difference.t(), x_seen)
+        self.tokens += source.shape[0]
+
+    def mean(self) -> torch.Tensor:
+        """(2/n) Σ w (x − x̃) x̃ᵀ, float32 [C, C], newly allocated; zero when no token was seen."""
+        return self._total * (2 / max(self.tokens, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to aim at instead of W.
+
+    Args:
+        weight: float32 [R, C].
+        ridge_frac: the ridge used, as a fraction of H̃'s mean diagonal.
+        change: ‖W′ − W‖ / ‖W‖.
+    """
+
+    weight: torch.Tensor
+    ridge_frac: float
+    change: float
+
+
+def error_aware_target(
+    weight: torch.Tensor, cross: torch.Tensor, hessian: torch.Tensor, tokens: int, *, strength: float = 1.0
+) -> Target:
+    """W′ for one weight.
+
+    Args:
+        weight: float32 [R, C]; read only.
+        cross: float32 [C, C], ``CrossSum.mean()``; not shrunk yet.
+        hessian: float32 [C, C], H̃ after shrinkage.
+        tokens: how many tokens both have seen; decides how far ``cross`` shrinks.
+        strength: a, 0 for no correction, 1 for all of it.
+
+    Raises:
+        QuantizeError: statistics that are not finite, or a Hessian that no ridge makes positive definite.
+    """
+    pull = (weight @ cross).mul_(strength * (1 - shrinkage(tokens, cross.shape[0])))
+    if not bool(pull.isfinite().all()):
+        raise QuantizeError(
+            f"{int((~cross.isfinite()).sum()):,} values of Σ(x − x̃)x̃ᵀ are not finite", where="error_aware_target"
+        )
+    mean = hessian.diagonal().mean()
+    for ridge_frac in _RIDGES:
+        ridged = hessian.clone()
+        ridged.diagonal().add_(mean * ridge_frac)
+        lower, info = torch.linalg.cholesky_ex(ridged)
+        if int(info) == 0 and bool(lower.diagonal().isfinite().all()):
+            moved = torch.cholesky_solve(pull.t(), lower).t()
+            change = float(moved.norm() / weight.norm().clamp_min(1e-30))
+            return Target(weight + moved, ridge_frac, change)
+    raise QuantizeError(
+        f"the Hessian is not positive definite with a ridge of {_RIDGES[-1]} of its mean diagonal {float(mean):g}",
+        where="error_aware_target",
+    )
