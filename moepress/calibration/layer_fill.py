@@ -62,7 +62,7 @@ class LayerNames:
 
     Attributes:
         dense: key of the layer's state_dict -> published name, without the routed experts.
-        experts: per routed expert (gate, up, down), published; () when the layer has none or they are fused.
+        experts: per routed expert (gate, up, down), published; () when the layer has none, or they are fused on disk.
         fused: published names of (gate_up, down) when the source holds fused experts.
         expert_shape: (I, C) of one expert's gate, as the configuration has it; (0, 0) without experts.
     """
@@ -110,21 +110,24 @@ def settle_names(
     state = layer.state_dict()
     is_sparse = FUSED_GATE_UP in state
     dense_inner = {key: _published(classes, key) for key in state if not key.startswith("mlp.experts.")}
-    per_expert, fused_inner = _expert_names(family, classes, num_experts) if is_sparse else ((), None)
-    is_fused = fused_inner is not None and not set(_flat(per_expert)) & present.keys() and fused_inner[0] in present
+    experts = _expert_names(family, num_experts) if is_sparse else ()
+    fused = (_published(classes, FUSED_GATE_UP), _published(classes, FUSED_DOWN))
+    is_fused = (
+        is_sparse and fused[0] in present and not present.keys() & {name for triple in experts for name in triple}
+    )
 
-    needed = {*dense_inner.values(), *extra}
-    if is_fused and fused_inner is not None:
-        needed |= set(fused_inner)
-    else:
-        needed |= set(_flat(per_expert))
-    tolerated = {slot.name for slot in family.mtp_slots.values() if slot.optional or slot.copy_of is not None}
+    needed = {*dense_inner.values(), *extra, *(fused if is_fused else (name for triple in experts for name in triple))}
+    tolerated = {
+        slot.name
+        for slot in family.mtp_slots.values()
+        if (slot.optional or slot.copy_of is not None) and slot.component is not Component.ROUTED_EXPERT
+    }
     _refuse(f"{where}: weights missing", sorted(needed - present.keys()), where)
     _refuse(f"{where}: weights that its forward pass does not use", sorted(present.keys() - needed - tolerated), where)
     return LayerNames(
         dense={key: present[inner] for key, inner in dense_inner.items()},
-        experts=() if is_fused else tuple((present[g], present[u], present[d]) for g, u, d in per_expert),
-        fused=(present[fused_inner[0]], present[fused_inner[1]]) if is_fused and fused_inner is not None else None,
+        experts=() if is_fused else tuple((present[gate], present[up], present[down]) for gate, up, down in experts),
+        fused=(present[fused[0]], present[fused[1]]) if is_fused else None,
         expert_shape=(state[FUSED_DOWN].shape[2], state[FUSED_DOWN].shape[1]) if is_sparse else (0, 0),
     )
 
@@ -213,23 +216,14 @@ def _published(classes: DecoderClasses, key: str) -> str:
     return key
 
 
-def _expert_names(
-    family: Family, classes: DecoderClasses, num_experts: int
-) -> tuple[tuple[tuple[str, str, str], ...], tuple[str, str]]:
+def _expert_names(family: Family, num_experts: int) -> tuple[tuple[str, str, str], ...]:
+    """(gate, up, down) of each expert, inside the layer, in the family's own words (``w1`` is a gate)."""
     templates: dict[str, str] = {}
     for slot in family.sparse:
         if slot.component is Component.ROUTED_EXPERT and "{expert}" in slot.name:
             templates[slot.projection or slot.name.split(".")[-2]] = slot.name
     gate, up, down = (templates[projection] for projection in ("gate_proj", "up_proj", "down_proj"))
-    per_expert = tuple(
-        (gate.format(expert=expert), up.format(expert=expert), down.format(expert=expert))
-        for expert in range(num_experts)
-    )
-    return per_expert, (_published(classes, FUSED_GATE_UP), _published(classes, FUSED_DOWN))
-
-
-def _flat(names: Iterable[tuple[str, str, str]]) -> list[str]:
-    return [name for triple in names for name in triple]
+    return tuple((gate.format(expert=i), up.format(expert=i), down.format(expert=i)) for i in range(num_experts))
 
 
 def _refuse(what: str, names: list[str], where: str) -> None:

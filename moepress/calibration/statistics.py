@@ -140,6 +140,7 @@ def pooled_moments(routed: RoutedTokens, *, device: str = "cpu") -> PooledMoment
         raise QuantizeError(
             "the layer's inputs are not finite", hint="the source's weights or the forward pass overflow"
         )
+    _mirror(gram)
     return PooledMoments(len(routed), gram)
 
 
@@ -166,6 +167,7 @@ class _Sums:
     def finished(self, what: str) -> InputMoments:
         """The sums, after a look for NaN and infinity."""
         for slot, expert in enumerate(self._experts):
+            _mirror(self._gram[slot])
             sums = [self._gram[slot], *([] if self._cross is None else [self._cross[slot]])]
             if not all(bool(torch.isfinite(total).all()) for total in sums):
                 raise QuantizeError(
@@ -191,6 +193,11 @@ def _rows(
             on_device = tokens.to(device)
             theirs = None if paired is None else paired[on_device]
             yield slot, x[on_device], theirs, weight[tokens, slots].to(device)
+
+
+def _mirror(gram: torch.Tensor) -> None:
+    """Make [D, D] symmetric to the last bit: a matrix product computes both triangles, not always alike."""
+    gram.copy_(gram.triu() + gram.triu(1).T)
 
 
 def _chunks(tokens: int) -> Iterator[tuple[int, int]]:

@@ -161,14 +161,18 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
             where=str(folder),
             hint="download the checkpoint's tokenizer files too: moepress pull ID DIR",
         )
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # It warns about texts longer than the model's context, which are cut into samples anyway.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    tokenizer: Tokenizer
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        if (folder / "tokenizer.json").is_file():  # complete by itself; the automatic class would read config.json too
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         needs_code = not trust_remote_code and "auto_map" in _tokenizer_config(folder)
         raise CheckpointError(

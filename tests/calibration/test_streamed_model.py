@@ -138,6 +138,8 @@ def test_missing_weight_is_an_error_never_random(name: str, tmp_path: Path) -> N
 def test_unused_weight_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not use \(1\): mlp\.experts\.8\.up_proj\.weight"):
         broken("deepseek_v3", tmp_path, add="model.layers.1.mlp.experts.8.up_proj.weight")
+    with pytest.raises(CheckpointError, match=r"does not use \(1\): mlp\.experts\.down_proj"):
+        broken("deepseek_v3", tmp_path, add="model.layers.1.mlp.experts.down_proj")
     broken("deepseek_v3", tmp_path, add="model.layers.1.self_attn.k_proj.k_scale")  # known, and no part of the model
 
 

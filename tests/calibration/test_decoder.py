@@ -1,0 +1,77 @@
+"""transformers' decoder layers for the published configurations, on the meta device: names, shapes, configuration."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moepress.calibration.decoder import DECODERS, decoder_classes, decoder_config, mtp_config
+from moepress.calibration.layer_fill import on_meta, settle_names
+from moepress.calibration.streamed_model import MTP_WEIGHTS
+from moepress.formats.architecture import WeightSpec, expected_weights
+from moepress.formats.families import FAMILIES, expert_count, identify_family, mtp_layers, text_config
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.json"))
+
+
+def by_layer(config: dict[str, Any]) -> dict[int, dict[str, WeightSpec]]:
+    """Layer -> name inside the layer -> what the family's own table expects."""
+    layers: dict[int, dict[str, WeightSpec]] = {}
+    for spec in expected_weights(config):
+        if spec.identity.layer is not None and "layers." in spec.name:
+            inner = spec.name.split("layers.", 1)[1].split(".", 1)[1]
+            layers.setdefault(spec.identity.layer, {})[inner] = spec
+    return layers
+
+
+def test_every_family_has_a_decoder() -> None:
+    assert {family.key for family in FAMILIES} == set(DECODERS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_layers_of_published_models_take_the_published_weights(path: Path) -> None:
+    """Every layer, MTP too: nothing missing or left over, and shapes agree; the experts once."""
+    config = json.loads(path.read_text())
+    family = identify_family(config)
+    classes, made = decoder_classes(family), decoder_config(family, config)
+    num_mtp = len(mtp_layers(family, config))
+    longer = mtp_config(made, num_mtp)
+    expected = by_layer(config)
+    assert len(expected) == made.num_hidden_layers + num_mtp
+    for index, specs in expected.items():
+        is_mtp = index >= made.num_hidden_layers
+        layer = on_meta(partial(classes.layer, longer if is_mtp else made, index))
+        is_last = index == max(expected)
+        names = settle_names(
+            layer,
+            family=family,
+            classes=classes,
+            present={inner: inner for inner in specs if is_last or ".experts." not in inner},
+            num_experts=expert_count(text_config(family, config)) if is_last else 0,
+            extra=MTP_WEIGHTS if is_mtp else (),
+            where=f"layer {index}",
+        )
+        state = layer.state_dict()
+        assert {inner: specs[inner].shape for inner in names.dense.values()} == {
+            inner: tuple(state[key].shape) for key, inner in names.dense.items()
+        }
+        if is_last:
+            gate, _, down = names.experts[-1]
+            assert specs[gate].shape == names.expert_shape
+            assert specs[down].shape == names.expert_shape[::-1]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_rotary_embeddings_can_be_made(path: Path) -> None:
+    config = json.loads(path.read_text())
+    family = identify_family(config)
+    made = decoder_config(family, config)
+    cos, sin = decoder_classes(family).rotary(made)(torch.zeros(1, 4, 8), torch.arange(4)[None])
+    assert cos.shape == sin.shape
+    assert torch.isfinite(cos).all()
+    assert not torch.equal(cos[0, 0], cos[0, 3])
