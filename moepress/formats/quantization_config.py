@@ -44,6 +44,7 @@ __all__ = [
     "Layout",
     "Linears",
     "SourceQuantization",
+    "Stored",
     "WeightGroup",
     "build_quantization_config",
     "check_quantization_config",
