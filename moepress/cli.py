@@ -37,6 +37,10 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VAL
 AsJson = Annotated[bool, typer.Option("--json", help="Data on stdout as JSON, talk on stderr.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Pressing threads [default: all processors]. Changes no byte.")]
 
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own Python code for its tokenizer (calibration only).")
+]
+
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False) -> None:
@@ -70,6 +74,7 @@ def plan(
     memory_fraction: Annotated[float, typer.Option(min=0.05, max=1, help="Share of it the server may use (SGLang: --mem-fraction-static).")] = 0.88,
     kv_dtype: Annotated[str, typer.Option(metavar="bf16|fp8", help="KV cache type.")] = "fp8",
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what a conversion would need and give, and refuse what cannot work, before any work."""
@@ -86,6 +91,7 @@ def plan(
         memory_fraction=memory_fraction,
         kv_dtype=kv_dtype,
         threads=threads,
+        trust_remote_code=trust_remote_code,
     )
     if as_json:
         _print_json(result.as_json())
@@ -102,6 +108,7 @@ def convert(
     recipe: RecipeName,
     overrides: Overrides = None,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Press SRC into OUT. Stopped at any moment, the same command resumes."""
@@ -114,7 +121,9 @@ def convert(
     command = f"moepress convert {source} {out} --recipe {_recipe_words(recipe, overrides)}"
     try:
         with present.ConvertProgress(quiet=as_json) as progress:
-            result = run_convert(source, out, loaded, threads=threads, watcher=progress)
+            result = run_convert(
+                source, out, loaded, threads=threads, trust_remote_code=trust_remote_code, watcher=progress
+            )
     except KeyboardInterrupt:
         present.note(f"stopped; finished shards are kept. To resume:\n  {command}")
         raise typer.Exit(130) from None

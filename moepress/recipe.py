@@ -73,13 +73,37 @@ class Section(BaseModel):
 class Weights(Section):
     """How the routed experts' matrices become integers."""
 
-    algorithm: Literal["rtn"] = Field("rtn", description="rtn: round to nearest, needs no calibration data")
+    algorithm: Literal["rtn", "gptq", "awq", "awq+gptq"] = Field(
+        "rtn",
+        description="rtn: round to nearest, needs no calibration; gptq: each column makes up for the errors before it; "
+        "awq: up and down of each expert rescaled before rounding; awq+gptq: both",
+    )
     num_bits: Literal[4] = Field(4, description="bits per weight")
     group_size: Literal[32, 64, 128, -1] = Field(32, description="weights that share a scale, along the input; -1: the whole row")
     symmetric: Literal[True] = Field(True, description="no zero points: SGLang and vLLM do not load asymmetric experts")
     scale: Literal["max", "mse"] = Field(
         "mse", description="max: the largest weight of a group sets its scale; mse: the scale of least squared error is searched"
     )
+
+
+class Calibration(Section):
+    """The text that GPTQ and AWQ look at, and what they make of it. Without effect for rtn."""
+
+    text: str = Field("default", description="default (shipped), a .txt or .jsonl file, or hub:NAME of a dataset")
+    samples: int = Field(256, ge=1, description="samples")
+    length: int = Field(512, ge=16, description="tokens a sample")
+    seed: int = Field(0, description="order of documents and choice of windows")
+    batch_size: int = Field(8, ge=1, description="samples a forward call; part of the result's last bits")
+    hessian: Literal["blend", "expert", "layer"] = Field(
+        "blend",
+        description="blend: each expert's own, shrunk towards the layer's where tokens are few; expert: its own alone; "
+        "layer: one for all experts' gate and up, the fast mode",
+    )
+    router_weighted: bool = Field(False, description="weight tokens by the router's probability squared")
+    error_aware: bool = Field(True, description="aim at what the source gave on its own inputs, not on the quantized prefix's")
+    passes: int = Field(3, ge=0, le=32, description="most passes of scale refit and coordinate descent, while the loss falls")
+    memory: Size = Field("4GiB", description="for the experts in work and their Hessians; one expert is always held")  # type: ignore[assignment]
+    activations_memory: Size = Field("4GiB", description="for activations; more go to scratch files")  # type: ignore[assignment]
 
 
 class Rest(Section):
@@ -137,11 +161,17 @@ class Recipe(Section):
     description: str = ""
     families: tuple[str, ...] = Field(min_length=1, description="model families this recipe is for (see `moepress recipes families`)")
     weights: Weights = Weights()
+    calibration: Calibration = Calibration()  # type: ignore[call-arg]
     rest: Rest = Rest()
     mtp: Mtp = Mtp()
     serving: Serving = Serving()
     output: Output = Output()  # type: ignore[call-arg]
     limits: Limits = Limits()
+
+    @property
+    def calibrated(self) -> bool:
+        """The algorithm needs calibration text."""
+        return self.weights.algorithm != "rtn"
 
     def canonical_json(self) -> str:
         """One spelling per meaning: sorted keys, defaults written out. Part of the resume key."""

@@ -62,6 +62,7 @@ def make_report(plan: ConversionPlan, receipts: list[dict[str, Any]], side_files
         "recipe": copy.deepcopy(plan.as_json()["recipe"]),
         "family": plan.family.key,
         "layout": plan.layout,
+        "calibration_sha256": plan.calibration,
         "plan_key": plan.key,
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,

@@ -161,7 +161,7 @@ def _difference(begun: dict[str, Any], plan: ConversionPlan) -> str:
     """Names the fields in which two plans differ, the recipe's by their path."""
     now = plan.as_json()
     parts = []
-    for field in ("moepress", "source", "source_fingerprint"):
+    for field in ("moepress", "source", "source_fingerprint", "calibration"):
         if begun.get(field) != now[field]:
             parts.append(f"{field} {begun.get(field)!r} → {now[field]!r}")
     old, new = begun.get("recipe"), now["recipe"]

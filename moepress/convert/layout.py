@@ -4,6 +4,7 @@ All sizes are known from headers (INT4 words, BF16 scales and shapes depend on t
 with their final count exist before any work starts; writers only fill them in. Rules:
 
 * the quantized experts of a layer fill shards of their own, split evenly when one is not enough;
+  in the order of experts, gate before up before down, which is the order in which calibration finishes them;
 * everything else fills shards in the source's order;
 * inside a shard, a weight's tensors stay together: ``weight_packed``, ``weight_scale``, ``weight_shape``.
 
@@ -22,6 +23,10 @@ from moepress.convert.decide import FP8_KINDS, Action, Decision
 from moepress.errors import PlanRefused
 from moepress.formats.dtypes import nbytes
 from moepress.recipe import MAX_SHARD_BYTES, Recipe
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Order of an expert's matrices in a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,12 @@ class WeightPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One output shard: the unit of work. ``label`` is for people: ``layer 3 experts``, ``kept tensors``."""
+    """One output shard: the unit of work. ``label`` is for people; ``layer`` is set where it holds a layer's experts."""
 
     name: str
     label: str
     weights: tuple[WeightPlan, ...]
+    layer: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -127,18 +133,21 @@ def assign_shards(
         if plan.nbytes >= MAX_SHARD_BYTES:
             raise PlanRefused(f"one weight needs {plan.nbytes:,} bytes; the Hub takes files below 50 GB", where=plan.name)
     kept = [plan for _, plan in weights if plan.action != "quantize"]
-    layers: dict[int, list[WeightPlan]] = {}
+    layers: dict[int, list[tuple[tuple[int, int], WeightPlan]]] = {}
     for decision, plan in weights:
         if plan.action == "quantize":
-            layer = decision.identity.layer
-            layers.setdefault(-1 if layer is None else layer, []).append(plan)
-    groups = [("kept tensors", part) for part in _split(kept, shard_size)]
+            identity = decision.identity
+            place = (identity.expert or 0, PROJECTIONS.index(identity.projection or ""))
+            layers.setdefault(identity.layer or 0, []).append((place, plan))
+    groups: list[tuple[str, int | None, list[WeightPlan]]]
+    groups = [("kept tensors", None, part) for part in _split(kept, shard_size)]
     for layer in sorted(layers):
-        groups += [(f"layer {layer} experts", part) for part in _split(layers[layer], shard_size)]
+        ordered = [plan for _, plan in sorted(layers[layer], key=lambda item: item[0])]
+        groups += [(f"layer {layer} experts", layer, part) for part in _split(ordered, shard_size)]
     count = len(groups)
     return tuple(
-        ShardPlan(f"model-{number:05d}-of-{count:05d}.safetensors", label, tuple(part))
-        for number, (label, part) in enumerate(groups, start=1)
+        ShardPlan(f"model-{number:05d}-of-{count:05d}.safetensors", label, tuple(part), layer)
+        for number, (label, layer, part) in enumerate(groups, start=1)
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from moepress.convert.estimate import DiskNeed, TimeEstimate, check_disk, disk_need, estimate_time
 from moepress.convert.journal import Journal
 from moepress.convert.plan import ConversionPlan, check_parallel, make_plan, pressed_specs
+from moepress.convert.run import calibration_samples
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import expected_weights
 from moepress.formats.checkpoint import open_checkpoint
@@ -121,6 +122,7 @@ def outlook(
     memory_fraction: float,
     kv_dtype: str,
     threads: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Outlook:
     """Everything a conversion would need and give.
 
@@ -130,6 +132,7 @@ def outlook(
         gpu_bytes: memory of one GPU.
         memory_fraction: share of it for weights and KV cache.
         kv_dtype: ``bf16`` or ``fp8``.
+        trust_remote_code: as in `convert`.
 
     Raises:
         CheckpointError, FormatError, PlanRefused: whatever would stop the conversion.
@@ -147,7 +150,8 @@ def outlook(
     else:
         checkpoint = open_checkpoint(source)
         config = checkpoint.config
-        plan = make_plan(checkpoint, recipe)
+        samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if recipe.calibrated else None
+        plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
         target = out or Path("moepress-output")
         Journal(target, plan).check()
         disk = disk_need(plan, target)

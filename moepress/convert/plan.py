@@ -46,6 +46,7 @@ class ConversionPlan:
     shards: tuple[ShardPlan, ...]
     side_files: tuple[str, ...]
     warnings: tuple[str, ...]
+    calibration: str | None
     key: str
 
     @property
@@ -72,14 +73,18 @@ class ConversionPlan:
             "source_fingerprint": self.source_fingerprint,
             "family": self.family.key,
             "layout": self.description.layout,
+            "calibration": self.calibration,
             "recipe": json.loads(self.recipe.canonical_json()),
             "output_bytes": self.output_bytes,
             "shards": [{"name": s.name, "label": s.label, "bytes": s.nbytes, "weights": len(s.weights)} for s in self.shards],
         }
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
+def make_plan(checkpoint: Checkpoint, recipe: Recipe, *, calibration: str | None = None) -> ConversionPlan:
     """Plans a conversion from headers and configuration; reads no tensor.
+
+    Args:
+        calibration: SHA-256 of the calibration tokens, where the recipe needs any; part of the resume key.
 
     Raises:
         CheckpointError, PlanRefused: with the first reason why it cannot work.
@@ -104,7 +109,8 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
         shards=shards,
         side_files=checkpoint.side_files,
         warnings=checkpoint.warnings,
-        key=_key(fingerprint, recipe, description, shards),
+        calibration=calibration,
+        key=_key(fingerprint, recipe, description, shards, calibration),
     )
 
 
@@ -182,9 +188,9 @@ def source_fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _key(fingerprint: str, recipe: Recipe, description: Description, shards: tuple[ShardPlan, ...]) -> str:
+def _key(fingerprint: str, recipe: Recipe, description: Description, shards: tuple[ShardPlan, ...], calibration: str | None) -> str:
     names = [[s.name, [[t.name, t.dtype, t.shape] for t in s.tensors]] for s in shards]
-    return hashlib.sha256(_canonical([PRESS_VERSION, fingerprint, recipe.canonical_json(), description.quantization_config, names])).hexdigest()
+    return hashlib.sha256(_canonical([PRESS_VERSION, fingerprint, recipe.canonical_json(), description.quantization_config, names, calibration])).hexdigest()
 
 
 def _canonical(value: Any) -> bytes:

@@ -10,16 +10,20 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moepress.convert.estimate import check_disk
 from moepress.convert.finish import finish
 from moepress.convert.journal import Journal
 from moepress.convert.plan import ConversionPlan, make_plan
 from moepress.convert.units import Pool, run_unit
-from moepress.formats.checkpoint import open_checkpoint
+from moepress.formats.checkpoint import Checkpoint, open_checkpoint
+from moepress.formats.families import identify_family, text_config
 from moepress.formats.reader import TensorReader
 from moepress.recipe import Recipe
+
+if TYPE_CHECKING:
+    from moepress.calibration.text import CalibrationSet
 
 
 class Watcher(Protocol):
@@ -51,13 +55,22 @@ class Conversion:
     resumed: int
 
 
-def convert(source: str | Path, out: Path, recipe: Recipe, *, threads: int | None = None, watcher: Watcher | None = None) -> Conversion:
+def convert(
+    source: str | Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    threads: int | None = None,
+    trust_remote_code: bool = False,
+    watcher: Watcher | None = None,
+) -> Conversion:
     """Presses the checkpoint at ``source`` into ``out``.
 
     Args:
         source: a local checkpoint folder.
         out: a new or empty folder, or one that the same conversion was begun in.
         threads: pressing threads; the machine's processors by default. Does not change a byte of the result.
+        trust_remote_code: run the Python code that a checkpoint brings for its tokenizer; only calibration needs one.
         watcher: is told about progress.
 
     Raises:
@@ -68,7 +81,8 @@ def convert(source: str | Path, out: Path, recipe: Recipe, *, threads: int | Non
     started = time.monotonic()
     watcher = watcher or Silent()
     checkpoint = open_checkpoint(source)
-    plan = make_plan(checkpoint, recipe)
+    samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if recipe.calibrated else None
+    plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
     journal = Journal(out, plan)
     journal.check()
     done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
@@ -76,14 +90,46 @@ def convert(source: str | Path, out: Path, recipe: Recipe, *, threads: int | Non
     with journal.open(), TensorReader(checkpoint) as reader, Pool(threads or os.cpu_count() or 1) as pool:
         watcher.begin(plan, sum(shard_source_bytes(plan, s.name) for s in plan.shards if s.name in done))
         for shard in plan.shards:
-            if shard.name in done:
+            if shard.name in done or (recipe.calibrated and shard.layer is not None):
                 continue
             watcher.unit(shard.label)
             receipt = run_unit(shard, plan, reader, out, pool, watcher.advance)
             journal.write_receipt(shard.name, receipt)
             watcher.unit_done(receipt)
+        if samples is not None:
+            from moepress.convert.layers import CalibratedLayers
+
+            CalibratedLayers(checkpoint, plan, journal, samples, watcher).run()
         report = finish(checkpoint, plan, journal)
     return Conversion(plan, out, report, time.monotonic() - started, resumed=len(done))
+
+
+def calibration_samples(checkpoint: Checkpoint, recipe: Recipe, *, trust_remote_code: bool = False) -> CalibrationSet:
+    """The recipe's calibration text through the checkpoint's own tokenizer, cut into samples.
+
+    Raises:
+        PlanRefused: too little text, or none where the recipe says it is.
+        CheckpointError: the checkpoint has no tokenizer, or one that is not its own.
+    """
+    from moepress.calibration.text import default_documents, hub_documents, load_tokenizer, make_samples, read_documents
+
+    wish = recipe.calibration
+    family = identify_family(checkpoint.config)
+    documents: Any
+    if wish.text == "default":
+        documents = default_documents()
+    elif wish.text.startswith("hub:"):
+        documents = hub_documents(wish.text.removeprefix("hub:"))
+    else:
+        documents = read_documents(Path(wish.text))
+    return make_samples(
+        documents,
+        load_tokenizer(checkpoint.path("config.json").parent, trust_remote_code=trust_remote_code),
+        samples=wish.samples,
+        length=wish.length,
+        seed=wish.seed,
+        vocab_size=int(text_config(family, checkpoint.config)["vocab_size"]),
+    )
 
 
 def shard_source_bytes(plan: ConversionPlan, shard_name: str) -> int:
