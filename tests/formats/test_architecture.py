@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,26 +12,14 @@ import torch
 from moepress.errors import CheckpointError
 from moepress.formats.architecture import (
     StoredAs,
-    WeightSpec,
     expected_weights,
     full_indexer_layers,
     parameter_count,
     sparse_layers,
 )
 from moepress.formats.families import Component, classify, identify_family, logical_name
+from tests.formats.published import config_of, weights_of
 from tests.tiny_checkpoints import FAMILIES, TinyCheckpoint
-
-CONFIGS = Path(__file__).parents[1] / "configs"
-
-
-def config_of(name: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
-    return config
-
-
-@cache
-def load(name: str) -> tuple[WeightSpec, ...]:
-    return tuple(expected_weights(config_of(name)))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +33,7 @@ def load(name: str) -> tuple[WeightSpec, ...]:
     ],
 )
 def test_parameters(model: str, billions: float) -> None:
-    assert parameter_count(load(model)) / 1e9 == pytest.approx(billions, abs=0.006)  # GLM-4.7 is 356.786, cut off
+    assert parameter_count(weights_of(model)) / 1e9 == pytest.approx(billions, abs=0.006)  # GLM-4.7 is 356.786, cut off
 
 
 @pytest.mark.parametrize(
@@ -71,13 +55,13 @@ def test_parameters(model: str, billions: float) -> None:
     ],
 )
 def test_parameters_of_a_component(model: str, component: Component, billions: float) -> None:
-    main = [s for s in load(model) if s.identity.component is component and not s.identity.is_mtp]
+    main = [s for s in weights_of(model) if s.identity.component is component and not s.identity.is_mtp]
     assert round(parameter_count(main) / 1e9, 3) == billions
 
 
 def test_parameters_of_mtp_vision_and_the_rest() -> None:
-    assert round(parameter_count(s for s in load("glm_5.2_fp8") if s.identity.is_mtp) / 1e9, 2) == 9.95
-    kimi = load("kimi_k2.5")
+    assert round(parameter_count(s for s in weights_of("glm_5.2_fp8") if s.identity.is_mtp) / 1e9, 2) == 9.95
+    kimi = weights_of("kimi_k2.5")
     seeing = [s for s in kimi if s.identity.component in (Component.VISION, Component.PROJECTOR)]
     ends = [s for s in kimi if s.identity.component in (Component.EMBEDDING, Component.LM_HEAD)]
     assert round(parameter_count(seeing) / 1e9, 2) == 0.47
@@ -98,7 +82,7 @@ def test_parameters_of_mtp_vision_and_the_rest() -> None:
 def test_tensors_and_elements_of_the_published_files(model: str, tensors: int, elements: int) -> None:
     """Exact, to the tensor and to the element, with the MTP layer's copies."""
     found_tensors = found_elements = 0
-    for spec in load(model):
+    for spec in weights_of(model):
         rows, columns = (*spec.shape, 1, 1)[:2] if len(spec.shape) < 3 else (1, spec.numel)
         match spec.published.kind:
             case "fp8_block":
@@ -118,7 +102,7 @@ def test_tensors_and_elements_of_the_published_files(model: str, tensors: int, e
     [("glm_5_fp8", 753_864_139_008), ("glm_4.7_fp8", 358_337_791_296), ("qwen3_30b_a3b_fp8", 30_532_122_624)],
 )
 def test_elements_of_the_published_bf16_files(model: str, elements: int) -> None:
-    assert sum(spec.numel for spec in load(model)) == elements
+    assert sum(spec.numel for spec in weights_of(model)) == elements
 
 
 def test_every_spec_classifies_as_itself() -> None:
@@ -126,14 +110,14 @@ def test_every_spec_classifies_as_itself() -> None:
     for model in ("glm_4.7_fp8", "kimi_k2.5", "minimax_m2.7"):
         config = config_of(model)
         family = identify_family(config)
-        for spec in load(model):
+        for spec in weights_of(model):
             assert classify(family, config, spec.name) == spec.identity
-    assert len({spec.name for spec in load("kimi_k2.5")}) == len(load("kimi_k2.5"))
+    assert len({spec.name for spec in weights_of("kimi_k2.5")}) == len(weights_of("kimi_k2.5"))
 
 
 def test_glm_5_2_has_an_indexer_on_21_layers_and_on_the_mtp_layer() -> None:
     def layers(model: str) -> set[int | None]:
-        return {spec.identity.layer for spec in load(model) if spec.identity.component is Component.INDEXER}
+        return {spec.identity.layer for spec in weights_of(model) if spec.identity.component is Component.INDEXER}
 
     assert layers("glm_5.2_fp8") == {0, 1, 2, *range(6, 75, 4), 78}
     assert layers("glm_5_fp8") == set(range(79))
@@ -188,12 +172,12 @@ def kind_of(parts: dict[str, torch.Tensor]) -> StoredAs:
 
 
 def test_mtp_copies_are_marked_and_not_counted() -> None:
-    copies = {s.name: s.copy_of for s in load("deepseek_v3") if s.copy_of}
+    copies = {s.name: s.copy_of for s in weights_of("deepseek_v3") if s.copy_of}
     assert copies == {
         "model.layers.61.embed_tokens.weight": "model.embed_tokens.weight",
         "model.layers.61.shared_head.head.weight": "lm_head.weight",
     }
-    assert not [s for s in load("glm_5.2_fp8") if s.copy_of]  # GLM-5 publishes none
+    assert not [s for s in weights_of("glm_5.2_fp8") if s.copy_of]  # GLM-5 publishes none
 
 
 def test_our_own_output_is_understood_too() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights
+from moepress.formats.architecture import BF16, StoredAs, WeightSpec
 from moepress.formats.families import Component
 from moepress.formats.sizes import (
     GB,
@@ -27,8 +24,7 @@ from moepress.formats.sizes import (
     stored_bytes,
     tensor_parallel_problems,
 )
-
-CONFIGS = Path(__file__).parents[1] / "configs"
+from tests.formats.published import config_of, weights_of
 
 EXPERT, SHARED, DENSE = Component.ROUTED_EXPERT, Component.SHARED_EXPERT, Component.DENSE_MLP
 INT4_G32, INT4_G128 = StoredAs("int4", 32), StoredAs("int4", 128)
@@ -42,10 +38,8 @@ G32_REST_BF16 = Policy({**ALL_BF16, EXPERT: INT4_G32})
 G128 = Policy({EXPERT: INT4_G128})
 
 
-@cache
-def load(name: str) -> tuple[dict[str, Any], tuple[WeightSpec, ...]]:
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
-    return config, tuple(expected_weights(config))
+def load(model: str) -> tuple[dict[str, Any], tuple[WeightSpec, ...]]:
+    return config_of(model), weights_of(model)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +111,12 @@ def test_mtp_layers_count_when_they_are_served() -> None:
     ],
 )
 def test_kv_bytes_per_token_at_tp8(model: str, kv_dtype: Any, expected: int) -> None:
-    assert kv_bytes_per_token(load(model)[0], kv_dtype, tp=8) == expected
+    assert kv_bytes_per_token(config_of(model), kv_dtype, tp=8) == expected
 
 
 def test_kv_of_every_layer_full() -> None:
     """GLM-5 and 5.1 keep index keys on all 78 layers, 5.2 on 21."""
-    assert kv_bytes_per_token(load("glm_5_fp8")[0], "fp8", tp=8) == 78 * (656 + 132)
+    assert kv_bytes_per_token(config_of("glm_5_fp8"), "fp8", tp=8) == 78 * (656 + 132)
 
 
 def test_kv_tokens_of_a_pool() -> None:
