@@ -147,7 +147,11 @@ def decoder_config(family: Family, config: Mapping[str, Any]) -> PreTrainedConfi
         CheckpointError: experts with another activation than silu.
     """
     classes = decoder_classes(family)
-    fields = {name: value for name, value in text_config(family, config).items() if name not in _NOT_THE_MODEL}
+    # Copied in depth: transformers completes nested fields (rope_scaling) in place, and the caller's configuration is
+    # what will be written out.
+    fields = {
+        name: copy.deepcopy(value) for name, value in text_config(family, config).items() if name not in _NOT_THE_MODEL
+    }
     made: PreTrainedConfig = CONFIG_MAPPING[classes.model_type].from_dict({**fields, "model_type": classes.model_type})
     if made.hidden_act != "silu":
         raise CheckpointError(f"hidden_act {made.hidden_act!r}: the experts' forward pass here is SwiGLU, with silu")
