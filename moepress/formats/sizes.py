@@ -7,7 +7,8 @@ Stored forms, for a matrix of r rows, c columns, n = r · c:
     fp8_channel  n + 4 · r                                  one F32 scale per row
     int4         n/2 + 2 · r · c/g + 16                     BF16 scale per group of g columns; weight_shape is two int64
 
-A GPU's share under tensor parallelism (SGLang 0.5.23; names are its own):
+A GPU's share under tensor parallelism (SGLang 0.5.23 on CUDA: models/deepseek_v2.py, deepseek_common's
+post_load_weights, layers/attention/dsa/dsa_indexer.py):
 
     split over the ranks    experts, shared and dense MLPs, q_b, kv_b, o (MLA), q, k, v, o (GQA), embedding, head
     a whole copy each       norms, router, q_a and kv_a, indexer, vision tower and projector

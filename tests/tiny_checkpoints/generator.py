@@ -79,7 +79,8 @@ def build(
     config = model.config(layers or model.layers, experts, model.mtp if mtp is None else mtp)
     quantization = quantization_config(model, config, published, scale_dtype, prefix)
     if quantization is not None:
-        config["quantization_config"] = quantization
+        text = config.get("text_config", config)  # Kimi K2.5 publishes it in the text part, and only there
+        text["quantization_config"] = quantization
 
     tensors: dict[str, torch.Tensor] = {}
     truth: dict[str, torch.Tensor] = {}
