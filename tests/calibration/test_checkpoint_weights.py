@@ -12,6 +12,7 @@ from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.decoder import decoder_classes, decoder_config
 from moepress.calibration.streamed_model import StreamedModel
+from moepress.calibration.text import load_tokenizer, make_samples, read_documents
 from moepress.errors import CheckpointError
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.families import canonical_name, identify_family
@@ -62,3 +63,23 @@ def test_equals_transformers_on_the_truth(family: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no weight named nothing"):
             source.load("nothing")
     assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+TINY_KIMI = Path(__file__).parents[2] / "examples" / "tiny_kimi" / "master"
+
+
+@pytest.mark.skipif(not (TINY_KIMI / "model.safetensors").is_file(), reason="the example's weights are not here")
+def test_the_trained_example(tmp_path: Path) -> None:
+    """A model that has learned something, tokenized by its own tokenizer, against transformers' own loading."""
+    documents = read_documents(TINY_KIMI.parent / "heldout" / "stdlib-py.txt")
+    checkpoint = open_checkpoint(TINY_KIMI)
+    vocab_size = checkpoint.config["vocab_size"]
+    held_out = make_samples(documents, load_tokenizer(TINY_KIMI), samples=2, length=128, seed=0, vocab_size=vocab_size)
+    model = AutoModelForCausalLM.from_pretrained(TINY_KIMI, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(input_ids=held_out.token_ids, use_cache=False).logits
+    with CheckpointWeights(checkpoint) as source, Scratch(tmp_path, memory_bytes=1 << 30) as scratch:
+        got = streamed_logits(StreamedModel(checkpoint.config, source, scratch, SETTINGS), held_out.token_ids)
+    assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    loss = torch.nn.functional.cross_entropy(got[:, :-1].flatten(0, 1), held_out.token_ids[:, 1:].flatten())
+    assert loss < 5, "a uniform guess among 2,048 tokens is 7.6"
