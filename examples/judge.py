@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+# progress bars and advice of the libraries are not what this script is about
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+logging.disable(logging.WARNING)
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tiny_kimi"
@@ -35,9 +43,12 @@ class Judgement:
 
 def load_pressed(folder: Path) -> torch.nn.Module:
     """The pressed checkpoint as transformers loads it; refuses any key it did not find or did not know."""
-    from transformers import DeepseekV3ForCausalLM
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    model, info = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    # transformers knows Kimi K2's architecture as deepseek_v3, and fuses experts on loading only under that name
+    published = json.loads((folder / "config.json").read_text())
+    config = DeepseekV3Config.from_dict({**published, "model_type": "deepseek_v3"})
+    model, info = DeepseekV3ForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True)
     wrong = {key: sorted(value)[:5] for key, value in info.items() if value and key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if wrong:
         raise SystemExit(f"transformers did not load it cleanly: {wrong}")
