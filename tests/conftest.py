@@ -1,4 +1,4 @@
-"""Tiny checkpoints that tests share: made once a session, to be read and not to be changed."""
+"""Tiny checkpoints that tests share: made once, to be read and not to be changed."""
 
 from __future__ import annotations
 
