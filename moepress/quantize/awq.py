@@ -156,7 +156,7 @@ def search_norm(
 def _rounding_loss(
     weight: torch.Tensor, factors: torch.Tensor, hessian: torch.Tensor, grid: Grid, scale: Scale
 ) -> float:
-    """tr(D H Dᵀ) when weight · factors is rounded and the factors are taken out again; NaN when it cannot be rounded."""
+    """tr(D H Dᵀ) of weight · factors rounded, with the factors taken out again; NaN when it cannot be rounded."""
     scaled = weight * factors
     if not bool(scaled.isfinite().all()):
         return math.nan

@@ -27,6 +27,7 @@ An expert whose Hessian cannot be factored is rounded to nearest with searched s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,9 +38,17 @@ from moepress.errors import QuantizeError
 from moepress.quantize.decision import Decision, Fallback, Quantized
 from moepress.quantize.factor import DAMPENING_LADDER, Factor, Unfactorable, factorize
 from moepress.quantize.fidelity import Fidelity
+from moepress.quantize.gptq_batched import (
+    RoundBlock,
+    factorize_batched,
+    round_block_plain,
+    round_columns_batched,
+    scales_batched,
+)
 from moepress.quantize.gptq_kernel import round_block
 from moepress.quantize.grid import Grid, QuantizedWeight, usable_scales
 from moepress.quantize.polish import polish
+from moepress.quantize.polish_batched import polish_batched
 from moepress.quantize.rounding_kernel import group_peaks
 from moepress.quantize.rtn import Scale, measure, refuse_not_finite, rtn
 from moepress.quantize.scale_search import search_scales
@@ -102,7 +111,7 @@ def gptq(
     source: torch.Tensor | None = None,
     threads: int | None = None,
 ) -> GptqResult:
-    """Quantize a stack of experts on the CPU.
+    """Quantize a stack of experts: one by one and side by side on the CPU, as one batch elsewhere.
 
     Args:
         weight: float32 [E, R, C], what to aim at; read only. Rows that share an input (gate and up) belong in one R.
@@ -119,10 +128,12 @@ def gptq(
     """
     _check(weight, hessian, grid)
     experts, rows, columns = weight.shape
+    reference = weight if source is None else source
+    if weight.device.type != "cpu":
+        return _gptq_on_device(weight, hessian, grid, scale, passes, ladder, reference)
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(experts, rows, grid.groups(columns), dtype=torch.bfloat16)
     shared = side_by_side(lambda h: factorize(h, ladder), [hessian])[0] if hessian.ndim == 2 else None
-    reference = weight if source is None else source
 
     def one(e: int) -> tuple[Outcome, Fidelity]:
         own = hessian if shared is not None else hessian[e]
@@ -153,6 +164,51 @@ def _check(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> None:
     grid.width(columns)
 
 
+def _gptq_on_device(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Grid,
+    scale: Scale,
+    passes: int,
+    ladder: Sequence[float],
+    reference: torch.Tensor,
+) -> GptqResult:
+    """The batched path; arguments as in ``gptq``, all on one device."""
+    stacked = hessian if hessian.ndim == 3 else hessian[None]
+    upper, order, shift, used = factorize_batched(stacked, ladder)
+    importance = (stacked.diagonal(dim1=1, dim2=2) + shift.float()[:, None]).expand(len(weight), -1)
+    scales = scales_batched(weight, importance, grid, scale)
+    codes, loss, sum_sq = round_columns_batched(weight, scales, upper, order, grid, _round_block_for(weight))
+    shift, used, done = shift.expand(len(weight)), used.expand(len(weight)), 0
+    if passes:
+        codes_t, scales_t = codes.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous()
+        target = weight.transpose(1, 2).contiguous()
+        loss, sum_sq, done = polish_batched(target, stacked, shift, loss, passes, grid, codes_t, scales_t)
+        codes, scales = codes_t.transpose(1, 2).contiguous(), scales_t.transpose(1, 2).contiguous()
+    stored = scales.to(torch.bfloat16)
+    outcomes = []
+    for e, dampening_frac in enumerate(used.tolist()):
+        if math.isnan(dampening_frac):
+            plain = rtn(weight[e], grid, scale="mse")
+            codes[e], stored[e] = plain.codes, plain.scales
+            reason = f"the Hessian cannot be factored with damping {', '.join(map(str, ladder))} of its mean diagonal"
+            outcomes.append(Outcome(math.nan, None, 0, reason))
+        else:
+            left = max(float(loss[e] - shift[e] * sum_sq[e]), 0.0)
+            outcomes.append(Outcome(left, dampening_frac, done, None))
+    fidelity = tuple(measure(w, q, s) for w, q, s in zip(reference, codes, stored, strict=True))
+    return GptqResult(QuantizedWeight(codes, stored, grid, fidelity), tuple(outcomes))
+
+
+def _round_block_for(weight: torch.Tensor) -> RoundBlock:
+    """The fused kernel where it can run. Triton comes with torch for CUDA only, so it is imported here."""
+    if not weight.is_cuda:
+        return round_block_plain
+    from moepress.quantize.triton_block import round_block_triton
+
+    return round_block_triton
+
+
 def _quantize_expert(
     weight: torch.Tensor,
     hessian: torch.Tensor,
@@ -164,7 +220,7 @@ def _quantize_expert(
     """One expert into the codes [R, C] and scales [R, G] of ``into``."""
     if isinstance(factor, Unfactorable):
         rtn(weight, into.grid, scale="mse", out=into)
-        return Outcome(float("nan"), None, 0, factor.reason)
+        return Outcome(math.nan, None, 0, factor.reason)
     target = weight.t().contiguous()
     scales = expert_scales(weight, factor.diagonal, into.grid, scale).t().contiguous()
     codes = torch.empty(target.shape, dtype=torch.int8)

@@ -26,7 +26,7 @@ import torch
 
 from moepress.errors import QuantizeError
 from moepress.quantize.fidelity import Fidelity
-from moepress.quantize.grid import Grid, QuantizedWeight, usable_scales
+from moepress.quantize.grid import Grid, QuantizedWeight, dequantize, usable_scales
 from moepress.quantize.rounding_kernel import Bf16Bits, Codes, Floats, group_peaks, measure_rows, round_rows
 from moepress.quantize.scale_search import search_scales, search_scales_plain
 
@@ -145,6 +145,10 @@ def measure(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
         codes: int8 [R, C], contiguous.
         scales: bfloat16 [R, G], contiguous.
     """
+    if weight.device.type != "cpu":
+        errors = weight - dequantize(codes, scales)
+        energy = float(weight.double().square_().sum())
+        return Fidelity(float(errors.double().square_().sum()), energy, float(errors.abs().max()))
     return Fidelity(*measure_rows(weight.numpy(), codes.numpy(), scales.view(torch.uint16).numpy()))
 
 
