@@ -207,7 +207,7 @@ def prove_load(checkpoint: Checkpoint, reports: Sequence[Mapping[str, Any]], *, 
     """
     offered = set().union(*(report["offered"] for report in reports))
     unused = set.intersection(*(set(report["unused"]) for report in reports))
-    drafted = any(report["model_class"].endswith("NextN") for report in reports)
+    drafted = any(map(_is_draft, reports))
     family = identify_family(checkpoint.config)
     endings = tuple(inert)
     excused: dict[str, int] = {}
@@ -227,7 +227,9 @@ def prove_load(checkpoint: Checkpoint, reports: Sequence[Mapping[str, Any]], *, 
             left.append(name)
     absent = sorted(checkpoint.tensors.keys() - offered)
     unknown = sorted(offered - checkpoint.tensors.keys())
-    unfilled = sorted({name for report in reports for name, p in report["parameters"].items() if _unfilled(name, p)})
+    unfilled = sorted(
+        {name for report in reports for name, held in report["parameters"].items() if _unfilled(name, held, report)}
+    )
     failures = [f"{report['model_class']}: {report['failure']}" for report in reports if report["failure"]]
     rounded = sorted({cast["example"] for report in reports for cast in report["casts"] if _loses(cast)})
     problems = (
@@ -267,12 +269,17 @@ def compare_checksums(
     return tuple(problem for problem in problems if problem.names)
 
 
-def _unfilled(name: str, parameter: Mapping[str, Any]) -> bool:
+def _unfilled(name: str, parameter: Mapping[str, Any], report: Mapping[str, Any]) -> bool:
     if name.endswith(_MAY_STAY_EMPTY):
         return False
-    if "embed_tokens" in name or "lm_head" in name:  # padded to a multiple of 64 rows a rank
-        return parameter["filled"] == 0
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        # Padded to a multiple of 64 rows a rank; a draft model is given the main model's after loading.
+        return bool(parameter["filled"] == 0 and not _is_draft(report))
     return bool(parameter["filled"] < math.prod(parameter["shape"]))
+
+
+def _is_draft(report: Mapping[str, Any]) -> bool:
+    return str(report["model_class"]).endswith("NextN")
 
 
 def _loses(cast: Mapping[str, str]) -> bool:

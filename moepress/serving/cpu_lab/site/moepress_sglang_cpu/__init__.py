@@ -22,6 +22,7 @@ exceptions of plug-ins and would go on with half of it.
 from __future__ import annotations
 
 import logging
+import pkgutil
 import sys
 
 SGLANG_VERSION = "0.5.23"
@@ -45,14 +46,24 @@ def register() -> None:
             "moepress CPU lab: this process sees a GPU. The lab replaces kernels by slow ones; take it off PYTHONPATH."
         )
 
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from . import attention, experts, fp8_cache, linears
 
     replaced = 0
     for part in (experts, linears, attention, fp8_cache):
         for target, function in part.replacements().items():
-            HookRegistry.register(target, function, HookType.REPLACE)
+            _replace(target, function)
             replaced += 1
         part.prepare()
     log.warning("%s (%d functions). For tests and demonstrations, never for a GPU.", MARKER, replaced)
+
+
+def _replace(target: str, function) -> None:
+    """Put `function` in the place of a method or function that must be there.
+
+    SGLang's own HookRegistry would search every module of the process for copies of each name: half a minute of boot.
+    """
+    path, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    if not hasattr(owner, name):
+        sys.exit(f"moepress CPU lab: sglang {SGLANG_VERSION} has no {target}")
+    setattr(owner, name, function)

@@ -1,7 +1,8 @@
 """MLA and sparse (DSA) attention on SGLang's torch_native backend.
 
 MLA runs in the absorbed form, with the up-projection dequantized to bfloat16 as on CUDA. A DSA layer attends to all
-tokens: the indexer picks the `index_topk` best of the tokens before, so up to that length picking changes nothing.
+tokens: the indexer picks the `index_topk` best of the tokens before, so up to that length picking changes nothing. Plain
+rotary embeddings (GLM-5) are built as on other devices; SGLang's CPU factory knows yarn only.
 """
 
 # ruff: noqa: ARG001 - the functions keep the signatures of those they replace
@@ -30,6 +31,16 @@ def _as_on_hopper(device=None):
     return 9, 0
 
 
+def _rope(yarn):
+    def build(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial, device):
+        from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+        given = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial)
+        return get_rope(*given) if rope_scaling is None else yarn(*given, device)
+
+    return build
+
+
 def _absorbed(attention, forward_batch):
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
@@ -45,6 +56,8 @@ def replacements():
 
 
 def prepare():
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
+    factory.get_rope_cpu = _rope(factory.get_rope_cpu)
     AttentionBackendRegistry.register("torch_native", _absorbed)

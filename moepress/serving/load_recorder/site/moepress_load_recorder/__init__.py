@@ -24,15 +24,14 @@ _TARGET = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
 
 def register() -> None:
     """Entry point, called by SGLang once in every process."""
-    folder = os.environ.get(VARIABLE)
-    if not folder:
+    if not os.environ.get(VARIABLE):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from .recorder import record
 
     def load(original, model, weights, target_device):
-        with record(model, folder) as follow:
+        with record(model, os.environ[VARIABLE]) as follow:
             return original(model, follow(weights), target_device)
 
     HookRegistry.register(_TARGET, load, HookType.AROUND)
