@@ -47,8 +47,7 @@ from moepress.quantize.gptq_batched import (
 )
 from moepress.quantize.gptq_kernel import round_block
 from moepress.quantize.grid import Grid, QuantizedWeight, usable_scales
-from moepress.quantize.polish import polish
-from moepress.quantize.polish_batched import polish_batched
+from moepress.quantize.polish import move_codes_compiled, polish
 from moepress.quantize.rounding_kernel import group_peaks
 from moepress.quantize.rtn import Scale, measure, refuse_not_finite, rtn
 from moepress.quantize.scale_search import search_scales
@@ -183,7 +182,7 @@ def _gptq_on_device(
     if passes:
         codes_t, scales_t = codes.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous()
         target = weight.transpose(1, 2).contiguous()
-        loss, sum_sq, done = polish_batched(target, stacked, shift, loss, passes, grid, codes_t, scales_t)
+        loss, sum_sq, done = polish(target, stacked, shift, loss, passes, grid, codes_t, scales_t)
         codes, scales = codes_t.transpose(1, 2).contiguous(), scales_t.transpose(1, 2).contiguous()
     stored = scales.to(torch.bfloat16)
     outcomes = []
@@ -226,7 +225,19 @@ def _quantize_expert(
     codes = torch.empty(target.shape, dtype=torch.int8)
     damped_loss, sum_sq, done = *round_columns(target, scales, factor, into.grid, codes), 0
     if passes:
-        damped_loss, sum_sq, done = polish(target, hessian, factor.shift, damped_loss, passes, into.grid, codes, scales)
+        shift, before = torch.tensor([factor.shift]).double(), torch.tensor([damped_loss]).double()
+        after, left, done = polish(
+            target[None],
+            hessian[None],
+            shift,
+            before,
+            passes,
+            into.grid,
+            codes[None],
+            scales[None],
+            move_codes_compiled,
+        )
+        damped_loss, sum_sq = after.item(), left.item()
     into.codes.copy_(codes.t())
     into.scales.copy_(scales.t())
     return Outcome(max(damped_loss - factor.shift * sum_sq, 0.0), factor.dampening_frac, done, None)

@@ -2,74 +2,171 @@
 
 GPTQ never looks back: a column is rounded once, knowing only the columns before it. Here every group's scale is
     refitted in
-closed form and every code may move to the integer that is best given all the others. Block after block,
+closed form and every code may move to the integer that is best given all the others. With D = W − Q s and P = D (H +
+δI), one step in one row changes the loss tr(D (H + δI) Dᵀ) by
 
-    P = D (H + δI) for the block's columns (one matrix product)  →  refit its scales  →  move its codes  →  D
+    scale of a group by t:  −2 t Σ_k q_k P_k + t² Σ_jk q_j h_jk q_k      best t = Σ q P / Σ q h q, rounded so that s +
+        t is BF16
+    code of a column by i:  −2 i s P_k + (i s)² h_kk                     best i = P_k / (h_kk s), rounded to an integer
 
-Each step lowers tr(D (H + δI) Dᵀ) or is not taken (polish_kernel.py), so a pass can only help the loss. One pass is 2
-R C² multiply-adds, twice GPTQ's own sweep; two passes bring most of what there is. A group as wide as the row keeps
-its scale.
+and is taken only when that is negative: a pass cannot raise the loss. For one block of columns after the other: P by
+    one
+matrix product, refit the block's scales, move its codes, update D. The layout is [expert, column, row], as in
+gptq_batched.py; the sequential part is ``move_codes_plain`` here or the compiled polish_kernel.py, interchangeable.
+
+One pass is 2 R C² multiply-adds, twice GPTQ's own sweep; the first two bring most of what there is. A group as wide
+as the row keeps its scale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from moepress.quantize.grid import Grid
-from moepress.quantize.polish_kernel import polish_block
+from moepress.quantize.grid import SMALLEST_SCALE, Grid
+from moepress.quantize.polish_kernel import move_codes
+
+MoveCodes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, Grid, torch.Tensor], torch.Tensor]
 
 _BLOCK = 128
 _WORTH = 1e-3
 
 
+def move_codes_plain(
+    gradient: torch.Tensor,
+    h: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    width: int,
+    grid: Grid,
+    steps: torch.Tensor,
+) -> torch.Tensor:
+    """Move the codes of a block, column by column, each to the integer that is best given all the others.
+
+    Args:
+        gradient: float32 [E, B, R], P of the block's columns; overwritten.
+        h: float32 [E, B, B], the block of H + δI.
+        codes: int8 [E, B, R], in and out.
+        scales: float32 [E, G, R]; column k uses row k // width.
+        width: columns per row of ``scales``.
+        grid: the bits.
+        steps: float32 [E, B, R], written: new D minus old D.
+
+    Returns:
+        float64 [E], how much the loss fell.
+    """
+    fell = torch.zeros(len(gradient), dtype=torch.float64, device=gradient.device)
+    for k in range(gradient.shape[1]):
+        s, p, pivot, code = scales[:, k // width], gradient[:, k], h[:, k, k, None], codes[:, k].float()
+        best = (code + p / pivot / s).clamp(grid.qmin, grid.qmax).round()
+        step = (code - best) * s
+        gain = -2 * step * (p + 0.5 * pivot * step)
+        codes[:, k] = torch.where(gain > 0, best, code).to(torch.int8)
+        steps[:, k] = torch.where(gain > 0, step, 0.0)
+        fell += gain.clamp_min(0).double().sum(1)
+        gradient[:, k + 1 :] += h[:, k + 1 :, k, None] * steps[:, k, None]
+    return fell
+
+
+def move_codes_compiled(
+    gradient: torch.Tensor,
+    h: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    width: int,
+    grid: Grid,
+    steps: torch.Tensor,
+) -> torch.Tensor:
+    """``move_codes_plain`` on the CPU, expert by expert; the last two axes of every argument must be contiguous."""
+    limits = (np.float32(grid.qmin), np.float32(grid.qmax))
+    each = zip(gradient.numpy(), h.numpy(), codes.numpy(), scales.numpy(), steps.numpy(), strict=True)
+    return torch.tensor(
+        [move_codes(p, own, q, s, width, limits, step) for p, own, q, s, step in each], dtype=torch.float64
+    )
+
+
 def polish(
     target: torch.Tensor,
     hessian: torch.Tensor,
-    shift: float,
-    loss: float,
+    shift: torch.Tensor,
+    loss: torch.Tensor,
     passes: int,
     grid: Grid,
     codes: torch.Tensor,
     scales: torch.Tensor,
-) -> tuple[float, float, int]:
-    """Lower the loss of one expert's codes and scales in place.
+    move: MoveCodes = move_codes_plain,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Lower the loss of every expert's codes and scales in place.
 
     Args:
-        target: float32 [C, R], contiguous.
-        hessian: float32 [C, C], symmetric; undamped.
-        shift: δ, added to its diagonal.
-        loss: tr(D (H + δI) Dᵀ) of the codes and scales as they come in.
-        passes: most passes, at least 1; it stops earlier when a pass takes less than a thousandth off.
+        target: float32 [E, C, R], contiguous; read only.
+        hessian: float32 [E, C, C] or [1, C, C], symmetric, undamped; read only.
+        shift: float64 [E], δ, added to its diagonal.
+        loss: float64 [E], tr(D (H + δI) Dᵀ) of the codes and scales as they come in.
+        passes: most passes, at least 1; it stops earlier when a pass takes less than a thousandth off the sum.
         grid: bits.
-        codes: int8 [C, R], contiguous, in and out.
-        scales: float32 [G, R], contiguous, in and out; values stay BF16 numbers.
+        codes: int8 [E, C, R], contiguous, in and out.
+        scales: float32 [E, G, R], contiguous, in and out; values stay BF16 numbers.
+        move: what moves a block's codes.
 
     Returns:
-        The loss after, Σ D² after, and the passes made.
+        Loss after and Σ D² after, float64 [E], and the passes made.
     """
-    columns, rows = target.shape
-    width = columns // scales.shape[0]
-    block = _BLOCK if width <= _BLOCK else min(_BLOCK, columns)
-    refit = width <= _BLOCK
-    limits = (np.float32(grid.qmin), np.float32(grid.qmax))
-    left = target - codes * scales.repeat_interleave(width, 0)
-    gradient, change = torch.empty(min(block, columns), rows), torch.empty(min(block, columns), rows)
+    experts, columns, _ = target.shape
+    width = columns // scales.shape[1]
+    delta = shift.float()
+    left = target - codes * scales.repeat_interleave(width, 1)
     done = 0
     while done < passes:
-        fell, done = 0.0, done + 1
-        for start in range(0, columns, block):
-            stop = min(start + block, columns)
-            p = torch.mm(hessian[start:stop], left, out=gradient[: stop - start]).add_(left[start:stop], alpha=shift)
-            corner = hessian[start:stop, start:stop].clone()
-            corner.diagonal().add_(shift)
-            which = scales[start // width : (stop - 1) // width + 1]
-            moved = change[: stop - start]
-            fell += polish_block(
-                p.numpy(), corner.numpy(), codes[start:stop].numpy(), which.numpy(), width, refit, limits, moved.numpy()
-            )
-            left[start:stop] += moved
-        loss -= fell
-        if fell < _WORTH * loss:
+        before, done = loss, done + 1
+        for start in range(0, columns, _BLOCK):
+            block = slice(start, min(start + _BLOCK, columns))
+            rows_of_h = hessian[:, block].expand(experts, -1, -1)
+            gradient = torch.bmm(rows_of_h, left).add_(left[:, block] * delta[:, None, None])
+            corner = rows_of_h[:, :, block].clone()
+            corner.diagonal(dim1=1, dim2=2).add_(delta[:, None])
+            steps, which = torch.empty_like(gradient), scales[:, start // width : (block.stop - 1) // width + 1]
+            if width <= _BLOCK:
+                change, fell = _refit(gradient, corner, codes[:, block], which)
+                left[:, block] += change
+                loss = loss - fell
+            loss = loss - move(gradient, corner, codes[:, block], which, min(width, columns), grid, steps)
+            left[:, block] += steps
+        if float((before - loss).sum()) < _WORTH * float(loss.sum()):
             break
-    return loss, float(left.square_().sum(dtype=torch.float64)), done
+    return loss, left.square_().sum((1, 2), dtype=torch.float64), done
+
+
+def _refit(
+    gradient: torch.Tensor, h: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Refit the scales of a block that holds its groups whole.
+
+    Args:
+        gradient: float32 [E, B, R], P; kept up to date.
+        h: float32 [E, B, B]; codes: int8 [E, B, R].
+        scales: float32 [E, g, R], in and out.
+
+    Returns:
+        The change of D [E, B, R], and how much the loss fell, float64 [E].
+    """
+    width = codes.shape[1] // scales.shape[1]
+    change = torch.empty_like(gradient)
+    fell = torch.zeros(len(gradient), dtype=torch.float64, device=gradient.device)
+    for g in range(scales.shape[1]):
+        mine = slice(g * width, (g + 1) * width)
+        q, s = codes[:, mine].float(), scales[:, g]
+        slope = (q * gradient[:, mine]).sum(1)
+        bend = torch.bmm(h[:, mine, mine], q).mul_(q).sum(1)
+        moved = (s + torch.where(bend > 0, slope / bend, 0.0)).clamp_min(0).to(torch.bfloat16).float()
+        step = moved - s
+        gain = step * (2 * slope - step * bend)
+        taken = (gain > 0) & (moved >= SMALLEST_SCALE)
+        step = torch.where(taken, step, 0.0)
+        change[:, mine] = q.mul_(-step[:, None])
+        gradient.baddbmm_(h[:, :, mine], change[:, mine])
+        s += step
+        fell += torch.where(taken, gain, 0.0).sum(1, dtype=torch.float64)
+    return change, fell

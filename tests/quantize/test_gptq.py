@@ -22,6 +22,7 @@ from moepress.quantize.gptq_batched import round_block_plain
 from moepress.quantize.gptq_kernel import round_block
 from moepress.quantize.grid import Grid
 from moepress.quantize.hessian import gate_up_target, shrink
+from moepress.quantize.polish import move_codes_compiled, move_codes_plain
 from moepress.quantize.rtn import rtn
 from tests.quantize.gptq_cases import correlated_hessian, experts, loss, textbook_gptq
 
@@ -95,6 +96,26 @@ def test_block_kernel_agrees_with_torch_bit_for_bit() -> None:
         assert np.array_equal(left, errors[0].numpy())
         assert lost == pytest.approx(float(added[0]), rel=1e-9)
         assert sum_sq == pytest.approx(float(errors.double().square().sum()), rel=1e-9)
+
+
+def test_moving_codes_agrees_with_torch_bit_for_bit() -> None:
+    g = torch.Generator().manual_seed(4)
+    for block, rows, width in ((128, 300, 32), (64, 5, 64), (30, 256, 30)):
+        x = torch.randn(2, 2 * block, block, generator=g)
+        h = x.mT @ x / block
+        codes = torch.randint(-8, 8, (2, block, rows), generator=g, dtype=torch.int8)
+        scales = torch.rand(2, block // width, rows, generator=g) * 0.2 + 0.1
+        gradient = torch.randn(2, block, rows, generator=g) * 0.3
+        done = []
+        for move in (move_codes_plain, move_codes_compiled):
+            q, steps = codes.clone(), torch.empty_like(gradient)
+            fell = move(gradient.clone(), h, q, scales, width, Grid(4, 32), steps)
+            done.append((q, steps, fell))
+        assert torch.equal(done[0][0], done[1][0])
+        assert torch.equal(done[0][1], done[1][1])
+        torch.testing.assert_close(done[0][2], done[1][2], rtol=1e-9, atol=0)
+        assert (done[0][0] != codes).any()
+        assert (done[0][2] > 0).all()
 
 
 @pytest.mark.parametrize("scale", ["max", "mse"])
