@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,15 @@ FOLDER = Path(tiny.__file__).parent
 LOG = json.loads((FOLDER / "master" / "train_log.json").read_text())
 WINDOW = LOG["heldout_window"]
 DOMAINS = sorted(LOG["heldout_perplexity"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products of 16 experts: a barrier between threads costs several times what a second thread gains."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
