@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moepress.errors import ServingError
+from moepress.errors import CheckpointError, ServingError
 from moepress.formats.architecture import WeightSpec, expected_weights
 from moepress.formats.checkpoint import Checkpoint
-from moepress.formats.families import classify, identify_family
+from moepress.formats.families import Family, classify, identify_family
 
 RECORDER = Path(__file__).parent / "load_recorder" / "site"
 RECORDER_VARIABLE = "MOEPRESS_LOAD_REPORT"
@@ -216,7 +216,7 @@ def prove_load(checkpoint: Checkpoint, reports: Sequence[Mapping[str, Any]], *, 
         reason = None
         if endings and name.endswith(endings):
             reason = "KV scale that this server passes over"
-        elif classify(family, checkpoint.config, name).is_mtp:
+        elif _is_mtp(family, checkpoint, name):
             if not drafted:
                 reason = "MTP layer; no draft model was served"
             elif name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
@@ -276,6 +276,13 @@ def _unfilled(name: str, parameter: Mapping[str, Any], report: Mapping[str, Any]
         # Padded to a multiple of 64 rows a rank; a draft model is given the main model's after loading.
         return bool(parameter["filled"] == 0 and not _is_draft(report))
     return bool(parameter["filled"] < math.prod(parameter["shape"]))
+
+
+def _is_mtp(family: Family, checkpoint: Checkpoint, name: str) -> bool:
+    try:
+        return classify(family, checkpoint.config, name).is_mtp
+    except CheckpointError:  # a name that no weight of the family has: not excused
+        return False
 
 
 def _is_draft(report: Mapping[str, Any]) -> bool:

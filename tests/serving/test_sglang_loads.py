@@ -155,7 +155,7 @@ def test_a_renamed_expert(loaded: dict[str, Loaded]) -> None:
 
 def test_another_group_size_in_one_tensor(loaded: dict[str, Loaded]) -> None:
     of = loaded["other_group_size"]
-    assert of.error is not None or not of.proof().complete
+    assert "must match the size of tensor" in of.error
     assert any("another shape" in problem.kind for problem in compare_headers(of.checkpoint))
 
 
@@ -169,6 +169,6 @@ def test_a_missing_shard_loads_without_a_word_and_the_proof_names_it(loaded: dic
 
 def test_a_shared_expert_fused_into_an_int4_slot_is_caught(loaded: dict[str, Loaded]) -> None:
     of = loaded["fused"]
-    if of.error is None:
-        problems = of.proof().problems
-        assert any("shared_experts" in name for problem in problems for name in problem.names), problems
+    assert of.error is None, "SGLang has no objection"
+    problems = of.proof().problems
+    assert any("shared_experts" in name for problem in problems for name in problem.names), problems

@@ -1,8 +1,8 @@
 """MLA and sparse (DSA) attention on SGLang's torch_native backend.
 
 MLA runs in the absorbed form, with the up-projection dequantized to bfloat16 as on CUDA. A DSA layer attends to all
-tokens: the indexer picks the `index_topk` best of the tokens before, so up to that length picking changes nothing. Plain
-rotary embeddings (GLM-5) are built as on other devices; SGLang's CPU factory knows yarn only.
+tokens: the indexer picks the `index_topk` best of the tokens before, so up to that length picking changes nothing.
+Plain rotary embeddings (GLM-5) are built as on other devices; SGLang's CPU factory knows yarn only.
 """
 
 # ruff: noqa: ARG001 - the functions keep the signatures of those they replace
