@@ -99,7 +99,9 @@ def main() -> None:
                 "source_bytes": source_bytes,
                 "output_bytes": output_bytes,
                 "costs": costs,
-                "wall_over_copy": {n: round(c["wall_median"] / costs["copy"]["wall_median"], 3) for n, c in costs.items()},
+                "wall_over_copy": {
+                    n: round(c["wall_median"] / costs["copy"]["wall_median"], 3) for n, c in costs.items()
+                },
                 "wall_over_moepress_max": {n: round(c["wall_median"] / base, 2) for n, c in costs.items()},
             },
             indent=1,

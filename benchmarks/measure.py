@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -28,14 +29,18 @@ def run(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Cost
         RuntimeError: it failed.
     """
     started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+    )
     assert process.stdout is not None
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     wall = time.monotonic() - started
     if process.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} exited with {process.returncode}:\n{output.decode(errors='replace')[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} exited with {process.returncode}:\n{output.decode(errors='replace')[-4000:]}"
+        )
     return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
@@ -65,7 +70,7 @@ def machine() -> dict[str, Any]:
     """What it was measured on."""
     model = platform.processor()
     try:
-        with open("/proc/cpuinfo") as file:
+        with Path("/proc/cpuinfo").open() as file:
             model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         pass

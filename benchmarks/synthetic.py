@@ -29,7 +29,12 @@ VOCABULARY = 1024
 def config_for(model: str, *, layers: int, experts: int) -> dict[str, object]:
     """The published configuration, cut down: ``layers`` mixture-of-experts layers of ``experts`` experts, no dense ones, no MTP."""
     config = json.loads((CONFIGS / MODELS[model]).read_text())
-    config |= {"num_hidden_layers": layers, "n_routed_experts": experts, "first_k_dense_replace": 0, "vocab_size": VOCABULARY}
+    config |= {
+        "num_hidden_layers": layers,
+        "n_routed_experts": experts,
+        "first_k_dense_replace": 0,
+        "vocab_size": VOCABULARY,
+    }
     config["num_nextn_predict_layers"] = 0
     for per_layer in ("mlp_layer_types", "indexer_types"):
         if per_layer in config:
@@ -76,18 +81,21 @@ def build(out: Path, model: str, *, layers: int, experts: int, seed: int = 0) ->
                 weight_map[tensor_name] = name
                 total += size[dtype] * int(np.prod(shape))
     (out / "config.json").write_text(json.dumps(config, indent=1))
-    write_index(out / "model.safetensors.index.json", weight_map, total_size=total, total_parameters=parameter_count(specs))
+    write_index(
+        out / "model.safetensors.index.json", weight_map, total_size=total, total_parameters=parameter_count(specs)
+    )
     return total
 
 
-def _values(dtype: str, shape: tuple[int, ...], name: str, pools: dict, generator: torch.Generator, turn: int) -> torch.Tensor:  # type: ignore[type-arg]
+def _values(
+    dtype: str, shape: tuple[int, ...], name: str, pools: dict, generator: torch.Generator, turn: int
+) -> torch.Tensor:  # type: ignore[type-arg]
     """Random values; matrices of one shape share a pool and are rolled by ``turn`` rows, which is fast and still differs."""
     if dtype == "F8_E4M3" or name.endswith("_scale_inv"):
         key = shape if dtype == "F8_E4M3" else tuple(128 * n for n in shape)
         if dtype == "F8_E4M3":
             if key not in pools:
-                rows, columns = shape
-                weight = torch.randn(shape, generator=generator) * columns**-0.5
+                weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
                 pools[key] = encode_fp8_block(weight)
             return pools[key][0].view(torch.uint8).roll(turn, 0).view(torch.float8_e4m3fn)
         return 0.5 + torch.rand(shape, generator=generator)

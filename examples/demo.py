@@ -29,7 +29,12 @@ def main() -> None:
     out.mkdir(parents=True)
     source, pressed = str(out / "tiny-kimi-fp8"), str(out / "tiny-kimi-int4")
     recipe = ["--recipe", "kimi-k2-bf16", "--set", "serving.tensor_parallel=1"]
-    step("A block-FP8 checkpoint, written as Kimi K2 ships", sys.executable, str(HERE / "tiny_kimi" / "export.py"), source)
+    step(
+        "A block-FP8 checkpoint, written as Kimi K2 ships",
+        sys.executable,
+        str(HERE / "tiny_kimi" / "export.py"),
+        source,
+    )
     step("What is in it?", "moepress", "inspect", source)
     step("What would pressing it need and give?", "moepress", "plan", source, pressed, *recipe)
     step("Press", "moepress", "convert", source, pressed, *recipe)

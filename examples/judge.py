@@ -48,8 +48,14 @@ def load_pressed(folder: Path) -> torch.nn.Module:
     # transformers knows Kimi K2's architecture as deepseek_v3, and fuses experts on loading only under that name
     published = json.loads((folder / "config.json").read_text())
     config = DeepseekV3Config.from_dict({**published, "model_type": "deepseek_v3"})
-    model, info = DeepseekV3ForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True)
-    wrong = {key: sorted(value)[:5] for key, value in info.items() if value and key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    model, info = DeepseekV3ForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    wrong = {
+        key: sorted(value)[:5]
+        for key, value in info.items()
+        if value and key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
     if wrong:
         raise SystemExit(f"transformers did not load it cleanly: {wrong}")
     return model.eval()
@@ -64,7 +70,9 @@ def load_source() -> torch.nn.Module:
     model = DeepseekV3ForCausalLM(config).float()
     missing, unexpected = load_per_expert(model, export.dequantized_state_dict())
     if missing or unexpected:
-        raise SystemExit(f"the exported tensors are not the model's: missing {missing[:5]}, unexpected {unexpected[:5]}")
+        raise SystemExit(
+            f"the exported tensors are not the model's: missing {missing[:5]}, unexpected {unexpected[:5]}"
+        )
     return model.eval()
 
 
@@ -75,7 +83,9 @@ def load_per_expert(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> t
         if ".mlp.experts." in name:
             prefix, _, which = name.rpartition(".")
             parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
-            rows = [torch.cat([state[f"{prefix}.{e}.{p}.weight"].float() for p in parts]) for e in range(len(parameter))]
+            rows = [
+                torch.cat([state[f"{prefix}.{e}.{p}.weight"].float() for p in parts]) for e in range(len(parameter))
+            ]
             fused[name] = torch.stack(rows)
     missing, unexpected = model.load_state_dict(fused, strict=False)
     return list(missing), list(unexpected)

@@ -7,6 +7,7 @@ good, 1 checked and found wanting, 2 could not be done.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -33,17 +34,27 @@ app.add_typer(recipes_app, name="recipes")
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder.")]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Shipped recipe or YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe; may be repeated.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe; may be repeated."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Data on stdout as JSON, talk on stderr.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Pressing threads [default: all processors]. Changes no byte.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Pressing threads [default: all processors]. Changes no byte.")
+]
 
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own Python code for its tokenizer (calibration only).")
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the checkpoint's own Python code for its tokenizer (calibration only)."
+    ),
 ]
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+) -> None:
     if version:
         typer.echo(f"moepress {__version__}")
         raise typer.Exit
@@ -68,10 +79,14 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
 def plan(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or a config.json alone.")],
     recipe: RecipeName,
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="Output folder to check; nothing is created.")] = None,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="Output folder to check; nothing is created.")
+    ] = None,
     overrides: Overrides = None,
     gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU.")] = "141GB",
-    memory_fraction: Annotated[float, typer.Option(min=0.05, max=1, help="Share of it the server may use (SGLang: --mem-fraction-static).")] = 0.88,
+    memory_fraction: Annotated[
+        float, typer.Option(min=0.05, max=1, help="Share of it the server may use (SGLang: --mem-fraction-static).")
+    ] = 0.88,
     kv_dtype: Annotated[str, typer.Option(metavar="bf16|fp8", help="KV cache type.")] = "fp8",
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -129,7 +144,14 @@ def convert(
         raise typer.Exit(130) from None
     broken = broken_limits(result.plan, result.report)
     if as_json:
-        _print_json({**result.report, "seconds": round(result.seconds, 3), "resumed_shards": result.resumed, "broken_limits": broken})
+        _print_json(
+            {
+                **result.report,
+                "seconds": round(result.seconds, 3),
+                "resumed_shards": result.resumed,
+                "broken_limits": broken,
+            }
+        )
     else:
         present.conversion(result, broken)
         present.next_step(f"moepress verify {out} --source {source}")
@@ -140,11 +162,13 @@ def convert(
 @app.command()
 def verify(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
-    source: Annotated[str | None, typer.Option("--source", metavar="SRC", help="The checkpoint it was made from.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", metavar="SRC", help="The checkpoint it was made from.")
+    ] = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Re-read OUT with the safetensors library and compressed-tensors, and compare every tensor with SRC. Exit 1 if anything is off."""
+    """Re-read OUT with safetensors and compressed-tensors, compare every tensor with SRC; exit 1 if anything is off."""
     from moepress import present
     from moepress.verify.run import verify as run_verify
 
@@ -156,6 +180,50 @@ def verify(
         present.verification(result)
     if result.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def fidelity(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
+    source: Annotated[Path, typer.Option("--source", metavar="SRC", help="The checkpoint it was made from.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text", metavar="FILE", help="Held-out .txt or .jsonl; may be repeated [default: the shipped text]."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each text.")] = 32,
+    length: Annotated[int, typer.Option(min=16, help="Tokens a sample.")] = 512,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="For activations, and again for experts in work.")
+    ] = "4GiB",
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the map of errors.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare OUT with SRC on held-out text, layer by layer: KL, agreement, perplexity, and where the error enters."""
+    from moepress import present
+    from moepress.evaluate.fidelity import draw, measure_fidelity
+    from moepress.recipe import parse_size
+
+    texts: dict[str, Path | None] = {path.stem: path for path in text or ()} or {"shipped text": None}
+    with present.Bar(quiet=as_json, in_bytes=False) as bar:
+        result = measure_fidelity(
+            out,
+            source,
+            texts,
+            samples=samples,
+            length=length,
+            memory=_size(memory, "--memory", parse_size),
+            trust_remote_code=trust_remote_code,
+            watcher=bar,
+        )
+    if picture is not None:
+        draw(result, picture)
+    if as_json:
+        _print_json(result.as_json())
+    else:
+        present.fidelity(result, picture)
 
 
 @recipes_app.command("list")
@@ -243,6 +311,8 @@ def _terminate(*_: object) -> NoReturn:
 def main() -> None:
     """Entry point: errors of ours become one clear message and their exit code; never a traceback."""
     signal.signal(signal.SIGTERM, _terminate)
+    # Before torch loads MKL: matrix products give the same bits with any number of threads, so a calibrated conversion does too.
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     try:
         app(standalone_mode=True)
     except MoepressError as error:

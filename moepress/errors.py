@@ -60,14 +60,21 @@ class RecipeError(MoepressError):
         problems: (field path, message) pairs, in the recipe's order.
     """
 
-    def __init__(self, problems: Sequence[tuple[str, str]], *, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, problems: Sequence[tuple[str, str]], *, where: str | None = None, hint: str | None = None
+    ) -> None:
         self.problems = list(problems)
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in the recipe"
-        super().__init__("\n".join([head] + [f"  {path}: {message}" for path, message in self.problems]), where=where, hint=hint)
+        super().__init__(
+            "\n".join([head] + [f"  {path}: {message}" for path, message in self.problems]), where=where, hint=hint
+        )
 
     def as_json(self) -> dict[str, object]:
-        return {**super().as_json(), "problems": [{"field": path, "message": message} for path, message in self.problems]}
+        return {
+            **super().as_json(),
+            "problems": [{"field": path, "message": message} for path, message in self.problems],
+        }
 
 
 class PlanRefused(MoepressError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from moepress.convert.outlook import Outlook
     from moepress.convert.plan import ConversionPlan
     from moepress.convert.run import Conversion
+    from moepress.evaluate.fidelity import Fidelity
     from moepress.formats.family_tables import Family
     from moepress.formats.inspection import Inspection
     from moepress.recipe import Recipe
@@ -94,7 +96,15 @@ def inspection(result: Inspection) -> None:
         share = f"{row.bytes / max(1, result.bytes):.1%}"
         table.add_row(row.component, row.stored_as, f"{row.weights:,}", params(row.parameters), size(row.bytes), share)
     table.add_section()
-    table.add_row("all", "", f"{sum(r.weights for r in result.rows):,}", params(result.parameters), size(result.bytes), "", style="bold")
+    table.add_row(
+        "all",
+        "",
+        f"{sum(r.weights for r in result.rows):,}",
+        params(result.parameters),
+        size(result.bytes),
+        "",
+        style="bold",
+    )
     out.print(table)
     out.print(f"{result.shards} shards, {len(result.side_files)} side files")
 
@@ -127,7 +137,9 @@ def conversion(result: Conversion, broken: list[str]) -> None:
     weights = plan.recipe.weights
     if quantized["weights"]:
         how = f"INT{weights.num_bits}, group {weights.group_size}, {weights.algorithm} with {weights.scale} scales"
-        error = f"relative error mean {quantized['relative_error_mean']:.4f}, worst {quantized['relative_error_max']:.4f}"
+        error = (
+            f"relative error mean {quantized['relative_error_mean']:.4f}, worst {quantized['relative_error_max']:.4f}"
+        )
         table.add_row(f"{quantized['weights']:,}", f"{how}: {error}")
     for reason, count in sorted(report["kept"].items(), key=lambda item: -item[1]):
         table.add_row(f"{count:,}", reason)
@@ -154,6 +166,29 @@ def verification(result: Verification) -> None:
     out.print(f"[bold]{verdict}[/bold]: {result.tensors:,} tensors, {size(result.bytes)} in {duration(result.seconds)}")
 
 
+def fidelity(result: Fidelity, picture: Path | None) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("text")
+    for heading in ("tokens", "KL, nats a token", "same top token", "perplexity", "pressed"):
+        table.add_column(heading, justify="right")
+    for name, d in result.texts.items():
+        kl = f"{d.kl:.5f} ± {d.kl_standard_error:.5f}"
+        table.add_row(
+            name,
+            f"{d.tokens:,}",
+            kl,
+            f"{d.top1_agreement:.2%}",
+            f"{d.source_perplexity:.3f}",
+            f"{d.candidate_perplexity:.3f}",
+        )
+    out.print(table)
+    out.print(
+        "drift of hidden states after each layer: " + " ".join(f"{value:.4f}" for value in result.drift), soft_wrap=True
+    )
+    if picture is not None:
+        out.print(f"map of errors: {picture}")
+
+
 def recipes(known: list[Recipe]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("recipe", "families", "experts", "about"):
@@ -175,11 +210,14 @@ def families(known: list[Family]) -> None:
     out.print(table)
 
 
-class _Bar:
-    """One task in bytes: a live bar on a terminal, a plain line every few seconds elsewhere, nothing when quiet."""
+class Bar:
+    """One task: a live bar on a terminal, a plain line every few seconds elsewhere, nothing when quiet.
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
+    ``in_bytes``: what is counted are bytes, and a rate is worth showing.
+    """
+
+    def __init__(self, *, quiet: bool, in_bytes: bool = True) -> None:
+        self._quiet, self._in_bytes = quiet, in_bytes
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._total = self._done = self._before = 0
@@ -189,7 +227,9 @@ class _Bar:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -221,14 +261,20 @@ class _Bar:
         now = time.monotonic()
         rate = (self._done - self._before) / max(1e-3, now - self._started)
         if self._live is not None and self._task is not None:
-            self._live.update(self._task, completed=self._done, rate=f"{rate / 1e9:.2f} GB/s")
+            self._live.update(self._task, completed=self._done, rate=self._rate(rate))
         elif not self._quiet and now - self._logged > LOG_EVERY:
             self._logged = now
-            left = duration((self._total - self._done) / max(1, rate))
-            talk.print(f"{self._label}: {self._done / max(1, self._total):.0%}, {rate / 1e9:.2f} GB/s, {left} left")
+            left = duration((self._total - self._done) / max(1e-9, rate))
+            parts = [f"{self._done / max(1, self._total):.0%}", self._rate(rate), f"{left} left"]
+            talk.print(f"{self._label}: {', '.join(part for part in parts if part)}")
+
+    def _rate(self, rate: float) -> str:
+        if not self._in_bytes:
+            return ""
+        return f"{rate / 1e9:.2f} GB/s" if rate >= 1e7 else f"{rate / 1e6:.2f} MB/s"
 
 
-class ConvertProgress(_Bar):
+class ConvertProgress(Bar):
     """Watches a conversion (`convert.run.Watcher`)."""
 
     def begin(self, plan: ConversionPlan, bytes_done: int) -> None:
@@ -246,7 +292,7 @@ class ConvertProgress(_Bar):
         pass
 
 
-class VerifyProgress(_Bar):
+class VerifyProgress(Bar):
     """Watches a verification."""
 
     def begin(self, total: int) -> None:

@@ -79,10 +79,13 @@ class Weights(Section):
         "awq: up and down of each expert rescaled before rounding; awq+gptq: both",
     )
     num_bits: Literal[4] = Field(4, description="bits per weight")
-    group_size: Literal[32, 64, 128, -1] = Field(32, description="weights that share a scale, along the input; -1: the whole row")
+    group_size: Literal[32, 64, 128, -1] = Field(
+        32, description="weights that share a scale, along the input; -1: the whole row"
+    )
     symmetric: Literal[True] = Field(True, description="no zero points: SGLang and vLLM do not load asymmetric experts")
     scale: Literal["max", "mse"] = Field(
-        "mse", description="max: the largest weight of a group sets its scale; mse: the scale of least squared error is searched"
+        "mse",
+        description="max: the largest weight of a group sets its scale; mse: the scale of least squared error is searched",
     )
 
 
@@ -90,7 +93,7 @@ class Calibration(Section):
     """The text that GPTQ and AWQ look at, and what they make of it. Without effect for rtn."""
 
     text: str = Field("default", description="default (shipped), a .txt or .jsonl file, or hub:NAME of a dataset")
-    samples: int = Field(256, ge=1, description="samples")
+    samples: int = Field(128, ge=1, description="samples")
     length: int = Field(512, ge=16, description="tokens a sample")
     seed: int = Field(0, description="order of documents and choice of windows")
     batch_size: int = Field(8, ge=1, description="samples a forward call; part of the result's last bits")
@@ -100,8 +103,12 @@ class Calibration(Section):
         "layer: one for all experts' gate and up, the fast mode",
     )
     router_weighted: bool = Field(False, description="weight tokens by the router's probability squared")
-    error_aware: bool = Field(True, description="aim at what the source gave on its own inputs, not on the quantized prefix's")
-    passes: int = Field(3, ge=0, le=32, description="most passes of scale refit and coordinate descent, while the loss falls")
+    error_aware: bool = Field(
+        True, description="aim at what the source gave on its own inputs, not on the quantized prefix's"
+    )
+    passes: int = Field(
+        3, ge=0, le=32, description="most passes of scale refit and coordinate descent, while the loss falls"
+    )
     memory: Size = Field("4GiB", description="for the experts in work and their Hessians; one expert is always held")  # type: ignore[assignment]
     activations_memory: Size = Field("4GiB", description="for activations; more go to scratch files")  # type: ignore[assignment]
 
@@ -109,7 +116,9 @@ class Calibration(Section):
 class Rest(Section):
     """What becomes of the other quantizable parts. Router, norms, embeddings, head and vision tower stay as in the source."""
 
-    attention: Literal["source", "bf16"] = Field("source", description="q, k, v, o projections (MLA: q_a, q_b, kv_a, kv_b, o)")
+    attention: Literal["source", "bf16"] = Field(
+        "source", description="q, k, v, o projections (MLA: q_a, q_b, kv_a, kv_b, o)"
+    )
     indexer: Literal["source", "bf16"] = Field("source", description="sparse-attention indexer (GLM-5, DeepSeek V3.2)")
     shared_experts: Literal["source", "bf16"] = Field("source", description="experts that every token passes")
     dense_mlp: Literal["source", "bf16"] = Field("source", description="feed-forward of the first, dense layers")
@@ -130,7 +139,8 @@ class Serving(Section):
     server: Literal["sglang"] = "sglang"
     version: str = Field("0.5.23", pattern=r"^\d+\.\d+\.\d+$")
     layout: Literal["auto", "bf16_rest", "linear_fp8_config", "two_groups"] = Field(
-        "auto", description="how INT4 experts and the other linears share one quantization_config; auto asks the runtime contract"
+        "auto",
+        description="how INT4 experts and the other linears share one quantization_config; auto asks the runtime contract",
     )
     tensor_parallel: int = Field(8, ge=1, le=1024, description="ranks the checkpoint will be split over")
 
@@ -143,15 +153,21 @@ class Output(Section):
     @model_validator(mode="after")
     def _bounds(self) -> Output:
         if not 1_000_000 <= self.shard_size < MAX_SHARD_BYTES:
-            raise ValueError(f"shard_size is {self.shard_size:,} bytes; it must be at least 1MB and below 50GB (the Hub's limit)")
+            raise ValueError(
+                f"shard_size is {self.shard_size:,} bytes; it must be at least 1MB and below 50GB (the Hub's limit)"
+            )
         return self
 
 
 class Limits(Section):
     """When a finished conversion is still not good enough: the run then ends with exit code 1."""
 
-    max_fallback_share: float = Field(0.01, ge=0, le=1, description="share of quantized tensors that may have used a fallback")
-    max_relative_error: float = Field(0.25, gt=0, le=1, description="largest relative error ‖W − Ŵ‖ / ‖W‖ of any one tensor")
+    max_fallback_share: float = Field(
+        0.01, ge=0, le=1, description="share of quantized tensors that may have used a fallback"
+    )
+    max_relative_error: float = Field(
+        0.25, gt=0, le=1, description="largest relative error ‖W − Ŵ‖ / ‖W‖ of any one tensor"
+    )
 
 
 class Recipe(Section):
@@ -159,7 +175,9 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", description="lower case, for file names and the model card")
     description: str = ""
-    families: tuple[str, ...] = Field(min_length=1, description="model families this recipe is for (see `moepress recipes families`)")
+    families: tuple[str, ...] = Field(
+        min_length=1, description="model families this recipe is for (see `moepress recipes families`)"
+    )
     weights: Weights = Weights()
     calibration: Calibration = Calibration()  # type: ignore[call-arg]
     rest: Rest = Rest()
@@ -197,9 +215,13 @@ def recipe_text(source: str) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError([("(file)", str(error))], where=source, hint="moepress recipes list") from error
     if source in shipped_recipes():
-        return (resources.files("moepress") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8"), f"shipped recipe {source}"
+        return (resources.files("moepress") / "recipes" / f"{source}.yaml").read_text(
+            encoding="utf-8"
+        ), f"shipped recipe {source}"
     known = ", ".join(shipped_recipes())
-    raise RecipeError([("(name)", f"no recipe is called {source!r}; shipped are: {known}")], hint="moepress recipes list")
+    raise RecipeError(
+        [("(name)", f"no recipe is called {source!r}; shipped are: {known}")], hint="moepress recipes list"
+    )
 
 
 def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -210,7 +232,7 @@ def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
     """
     text, where = recipe_text(source)
     try:
-        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader that refuses repeated keys)
+        data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise RecipeError([("(yaml)", " ".join(str(error).split()))], where=where) from error
     if not isinstance(data, dict):
@@ -249,7 +271,9 @@ def _mapping_without_repeats(loader: yaml.SafeLoader, node: yaml.MappingNode) ->
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
         if not isinstance(key, str | int | float | bool):
-            raise yaml.constructor.ConstructorError(None, None, "a field's name must be plain text", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "a field's name must be plain text", key_node.start_mark
+            )
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"field {key!r} is given twice", key_node.start_mark)
         seen[key] = loader.construct_object(value_node, deep=True)  # type: ignore[no-untyped-call]
@@ -271,7 +295,7 @@ def _apply(data: dict[str, Any], override: str) -> tuple[str, str] | None:
         if not isinstance(node, dict):
             return (path, f"{key!r} is not a section")
     try:
-        node[keys[-1]] = yaml.load(value, Loader=_StrictLoader)  # noqa: S506
+        node[keys[-1]] = yaml.load(value, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         return (path, " ".join(str(error).split()))
     return None

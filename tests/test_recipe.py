@@ -38,7 +38,9 @@ def test_all_problems_are_reported_at_once_with_their_paths(tmp_path: Path) -> N
     with pytest.raises(RecipeError) as error:
         load_recipe(path, ["rest.attention=int8", "no-equals-sign"])
     found = problems(error)
-    assert {"name", "families", "weights.group_size", "weights.wrong", "output", "rest.attention", "--set"} <= set(found)
+    assert {"name", "families", "weights.group_size", "weights.wrong", "output", "rest.attention", "--set"} <= set(
+        found
+    )
     assert found["weights.wrong"] == "no such field"
     assert "48" in found["weights.group_size"]
 
@@ -50,7 +52,18 @@ def test_an_override_reaches_the_field_and_keeps_the_rest() -> None:
     assert recipe.rest == load_recipe("kimi-k2").rest
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "", "a: [1,\n", "name: x\nname: y\n", "? [a, b]\n: 1\n", "!!python/object/apply:os.system ['true']"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a\n- b\n",
+        "just text",
+        "",
+        "a: [1,\n",
+        "name: x\nname: y\n",
+        "? [a, b]\n: 1\n",
+        "!!python/object/apply:os.system ['true']",
+    ],
+)
 def test_what_is_no_recipe_is_one_clear_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe(write(tmp_path, text))
@@ -70,7 +83,9 @@ def test_an_unknown_name_lists_the_shipped_ones() -> None:
 def test_the_router_cannot_be_named_as_a_target(tmp_path: Path) -> None:
     """AC-01: router, norms, embeddings and head are never targets; a recipe cannot even say it."""
     with pytest.raises(RecipeError) as error:
-        load_recipe(write(tmp_path, "name: a\nfamilies: [deepseek_v3]\nrest: {router: int4, lm_head: int4, norm: bf16}\n"))
+        load_recipe(
+            write(tmp_path, "name: a\nfamilies: [deepseek_v3]\nrest: {router: int4, lm_head: int4, norm: bf16}\n")
+        )
     assert {"rest.router", "rest.lm_head", "rest.norm"} <= set(problems(error))
 
 

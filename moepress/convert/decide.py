@@ -45,7 +45,9 @@ class Decision:
     reason: str
 
 
-def decide(checkpoint: Checkpoint, storage: dict[str, StoredWeight], family: Family, recipe: Recipe) -> dict[str, Decision]:
+def decide(
+    checkpoint: Checkpoint, storage: dict[str, StoredWeight], family: Family, recipe: Recipe
+) -> dict[str, Decision]:
     """One decision for every logical weight of ``storage``.
 
     Raises:

@@ -56,7 +56,9 @@ def describe(config: dict[str, Any], family: Family, recipe: Recipe, decisions: 
     for layout in _candidates(contract, recipe, decisions):
         support = contract.layout(layout)
         if not support.works:
-            reasons.append(f"{layout}: {contract.server} {contract.version} does not take it for {family.key} ({support.evidence})")
+            reasons.append(
+                f"{layout}: {contract.server} {contract.version} does not take it for {family.key} ({support.evidence})"
+            )
             continue
         try:
             built = _build(config, family, recipe, decisions, layout, contract)
@@ -142,8 +144,13 @@ def _linears(config: dict[str, Any], decisions: dict[str, Decision]) -> Linears:
             kinds.setdefault((decision.stored.kind, decision.stored.block), name)
     if len(kinds) > 1:
         examples = "; ".join(f"{name} is {kind} {block or ''}".strip() for (kind, block), name in kinds.items())
-        raise PlanRefused(f"the FP8 weights to keep are stored in {len(kinds)} ways, and one config group describes them: {examples}", hint=ALL_BF16)
+        raise PlanRefused(
+            f"the FP8 weights to keep are stored in {len(kinds)} ways, and one config group describes them: {examples}",
+            hint=ALL_BF16,
+        )
     (kind, block), name = next(iter(kinds.items()))
     if kind == "fp8_tensor":
-        raise PlanRefused(f"FP8 with one scale per tensor cannot be described beside INT4 experts: {name}", hint=ALL_BF16)
+        raise PlanRefused(
+            f"FP8 with one scale per tensor cannot be described beside INT4 experts: {name}", hint=ALL_BF16
+        )
     return Linears(block, parse_source_quantization(config).scale_fmt)

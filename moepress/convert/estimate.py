@@ -87,9 +87,15 @@ def estimate_time(plan: ConversionPlan, out: Path, *, threads: int | None = None
         press(pieces[0], reader, plan.recipe, pool.scratch())  # compiles, or loads the compiled loops
         started = time.monotonic()
         done = 0
-        for piece, _ in pool.in_order(lambda p: press(p, reader, plan.recipe, pool.scratch()), _repeat(pieces, started + budget)):
+        for piece, _ in pool.in_order(
+            lambda p: press(p, reader, plan.recipe, pool.scratch()), _repeat(pieces, started + budget)
+        ):
             stored = piece.decision.stored
-            done += int(stored.nbytes * (piece.last - piece.first) / max(1, stored.shape[0] if piece.decision.action != "keep" else stored.nbytes))
+            done += int(
+                stored.nbytes
+                * (piece.last - piece.first)
+                / max(1, stored.shape[0] if piece.decision.action != "keep" else stored.nbytes)
+            )
         press_rate = done / (time.monotonic() - started)
     write_rate = _write_rate(disk_need(plan, out).folder)
     seconds = max(plan.source_bytes / press_rate, plan.output_bytes / write_rate)

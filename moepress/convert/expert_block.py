@@ -94,7 +94,9 @@ def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pres
     return PressedBlock(block.experts, gate_up, down, records)
 
 
-def _smooth(block: ExpertBlock, inputs: LayerInputs, grid: Grid, recipe: Recipe) -> tuple[ExpertBlock, dict[int, float]]:
+def _smooth(
+    block: ExpertBlock, inputs: LayerInputs, grid: Grid, recipe: Recipe
+) -> tuple[ExpertBlock, dict[int, float]]:
     moments = down_moments(inputs.ours, block, router_weighted=recipe.calibration.router_weighted)
     gate_up, down = block.gate_up.clone(), torch.empty_like(block.down)
     inner = block.down.shape[-1]
@@ -109,7 +111,9 @@ def _smooth(block: ExpertBlock, inputs: LayerInputs, grid: Grid, recipe: Recipe)
     return ExpertBlock(block.first, gate_up, down), alphas
 
 
-def _gate_up(block: ExpertBlock, inputs: LayerInputs, grid: Grid, recipe: Recipe) -> tuple[QuantizedWeight, list[dict[str, Any]]]:
+def _gate_up(
+    block: ExpertBlock, inputs: LayerInputs, grid: Grid, recipe: Recipe
+) -> tuple[QuantizedWeight, list[dict[str, Any]]]:
     calibration = recipe.calibration
     if "gptq" not in recipe.weights.algorithm:
         return _round(block.gate_up, grid, recipe)
@@ -160,7 +164,9 @@ def _sweep(
         target = torch.empty_like(weight)
         for slot, tokens in enumerate(moments.tokens.tolist()):
             hessian = hessians if hessians.ndim == 2 else hessians[slot]
-            aimed = error_aware_target(weight[slot], _mean(moments.cross[slot], float(moments.mass[slot])), hessian, tokens)
+            aimed = error_aware_target(
+                weight[slot], _mean(moments.cross[slot], float(moments.mass[slot])), hessian, tokens
+            )
             target[slot], changes[slot] = aimed.weight, aimed.change
     calibration = recipe.calibration
     result = gptq(target, hessians, grid, scale=recipe.weights.scale, passes=calibration.passes, source=weight)
@@ -187,7 +193,9 @@ def _round(weight: torch.Tensor, grid: Grid, recipe: Recipe) -> tuple[QuantizedW
     return rounded, [decision.as_json() for decision in decisions]
 
 
-def _measure_halves(block: ExpertBlock, gate_up: QuantizedWeight, records: dict[tuple[int, str], dict[str, Any]]) -> None:
+def _measure_halves(
+    block: ExpertBlock, gate_up: QuantizedWeight, records: dict[tuple[int, str], dict[str, Any]]
+) -> None:
     """gate and up were one matrix on the way; each gets error figures of its own."""
     from moepress.quantize.rtn import measure
 
@@ -195,7 +203,9 @@ def _measure_halves(block: ExpertBlock, gate_up: QuantizedWeight, records: dict[
     for slot, expert in enumerate(block.experts):
         for projection, rows in (("gate_proj", slice(0, inner)), ("up_proj", slice(inner, 2 * inner))):
             fidelity = measure(
-                block.gate_up[slot, rows].contiguous(), gate_up.codes[slot, rows].contiguous(), gate_up.scales[slot, rows].contiguous()
+                block.gate_up[slot, rows].contiguous(),
+                gate_up.codes[slot, rows].contiguous(),
+                gate_up.scales[slot, rows].contiguous(),
             )
             records[expert, projection] |= fidelity.as_json()
 

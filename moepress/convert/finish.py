@@ -32,7 +32,9 @@ def finish(checkpoint: Checkpoint, plan: ConversionPlan, journal: Journal) -> di
     for shard in plan.shards:
         receipt = journal.receipt(shard.name)
         if receipt is None:
-            raise ConvertError(f"{shard.name} was never finished", where=str(journal.out), hint="run the same command again")
+            raise ConvertError(
+                f"{shard.name} was never finished", where=str(journal.out), hint="run the same command again"
+            )
         receipts.append(receipt)
     side_files = {name: copy_file(checkpoint.path(name), journal.out / name) for name in plan.side_files}
     report = make_report(plan, receipts, side_files)
@@ -91,7 +93,9 @@ def broken_limits(plan: ConversionPlan, report: dict[str, Any]) -> list[str]:
     worst = quantized["relative_error_max"]
     if worst is not None and worst > limits.max_relative_error:
         name = quantized["worst"][0]["weight"]
-        problems.append(f"relative error {worst:.3f} of {name} is above limits.max_relative_error {limits.max_relative_error}")
+        problems.append(
+            f"relative error {worst:.3f} of {name} is above limits.max_relative_error {limits.max_relative_error}"
+        )
     if quantized["weights"]:
         share = len(report["fallbacks"]) / quantized["weights"]
         if share > limits.max_fallback_share:

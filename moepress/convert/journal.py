@@ -116,7 +116,9 @@ class Journal:
             return None
         receipt = read_json(path)
         if receipt.get("plan_key") != self.plan.key:
-            raise ConvertError("a receipt belongs to another plan", where=str(path), hint="delete the output folder to start over")
+            raise ConvertError(
+                "a receipt belongs to another plan", where=str(path), hint="delete the output folder to start over"
+            )
         shard = self.out / shard_name
         size = shard.stat().st_size if shard.exists() else None
         if size != receipt["file_bytes"]:
@@ -146,7 +148,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ConvertError(f"cannot be read: {error}", where=str(path), hint="delete the output folder to start over") from error
+        raise ConvertError(
+            f"cannot be read: {error}", where=str(path), hint="delete the output folder to start over"
+        ) from error
     if not isinstance(data, dict):
         raise ConvertError("is not a JSON object", where=str(path), hint="delete the output folder to start over")
     return data
@@ -225,7 +229,9 @@ def _refuse_if_alive(path: Path) -> None:
         )
     if pid > 0 and _process_start(pid) == started and started is not None:
         raise ConvertError(
-            f"process {pid} is writing this output folder now", where=str(path), hint="wait for it, or stop it and run the same command again"
+            f"process {pid} is writing this output folder now",
+            where=str(path),
+            hint="wait for it, or stop it and run the same command again",
         )
 
 

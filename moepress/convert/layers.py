@@ -61,7 +61,13 @@ class CalibratedLayers:
     def __init__(
         self, checkpoint: Checkpoint, plan: ConversionPlan, journal: Journal, samples: CalibrationSet, watcher: Any
     ) -> None:
-        self.checkpoint, self.plan, self.journal, self.samples, self.watcher = checkpoint, plan, journal, samples, watcher
+        self.checkpoint, self.plan, self.journal, self.samples, self.watcher = (
+            checkpoint,
+            plan,
+            journal,
+            samples,
+            watcher,
+        )
         self.shards: dict[int, list[ShardPlan]] = {}
         for shard in plan.shards:
             if shard.layer is not None:
@@ -135,7 +141,9 @@ class CalibratedLayers:
                 layer.experts(source, theirs)
                 theirs.release()
 
-    def _press(self, layer: OpenLayer, index: int, stream: Stream, mine: RoutedTokens, theirs: RoutedTokens | None) -> None:
+    def _press(
+        self, layer: OpenLayer, index: int, stream: Stream, mine: RoutedTokens, theirs: RoutedTokens | None
+    ) -> None:
         """Quantizes the layer's experts block by block while the quantized run's second half asks for them."""
         inputs = LayerInputs(mine, theirs, pooled_moments(mine))
         writer = _LayerShards(self.shards[index], self.plan, self.journal, self.watcher)
@@ -145,7 +153,9 @@ class CalibratedLayers:
             try:
                 block = press_block(source, inputs, self.plan.recipe)
             except QuantizeError as error:
-                raise QuantizeError(error.what, where=f"layer {index}, experts {experts.start} to {experts.stop - 1}", hint=error.hint) from error
+                raise QuantizeError(
+                    error.what, where=f"layer {index}, experts {experts.start} to {experts.stop - 1}", hint=error.hint
+                ) from error
             writer.add(block, lambda expert, projection: self.names[index, expert, projection])
             self.watcher.advance(sum(self._source_bytes(index, expert) for expert in experts))
             return block.dequantized()
@@ -160,7 +170,7 @@ class CalibratedLayers:
         """The integers of a finished layer, as the server will compute with them."""
         gate_up, down = [], []
         with ExitStack() as stack:
-            files = {}
+            files: dict[str, Any] = {}
             for shard in self.shards[layer]:
                 file = stack.enter_context(safe_open(self.journal.out / shard.name, framework="pt"))
                 files |= {tensor.name: file for tensor in shard.tensors}
@@ -212,7 +222,9 @@ class _LayerShards:
 
     def _open(self) -> None:
         shard = self._queue[0]
-        self._writer = ShardWriter(self._journal.out / shard.name, [(t.name, t.dtype, t.shape) for t in shard.tensors], METADATA)
+        self._writer = ShardWriter(
+            self._journal.out / shard.name, [(t.name, t.dtype, t.shape) for t in shard.tensors], METADATA
+        )
         self._writer.__enter__()
         self._records = {}
         self._started = time.monotonic()
@@ -242,7 +254,12 @@ def _matrices(block: PressedBlock) -> Iterator[tuple[int, str, torch.Tensor, tor
     inner = block.down.codes.shape[-1]
     for slot, expert in enumerate(block.experts):
         for projection, rows in (("gate_proj", slice(0, inner)), ("up_proj", slice(inner, 2 * inner))):
-            yield expert, projection, block.gate_up.codes[slot, rows].contiguous(), block.gate_up.scales[slot, rows].contiguous()
+            yield (
+                expert,
+                projection,
+                block.gate_up.codes[slot, rows].contiguous(),
+                block.gate_up.scales[slot, rows].contiguous(),
+            )
         yield expert, "down_proj", block.down.codes[slot], block.down.scales[slot]
 
 
@@ -263,5 +280,5 @@ def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int) -> int:
 
 
 def _inner(text: Any) -> int:
-    return int(text["moe_intermediate_size"])
-
+    """Columns of an expert's down_proj; MiniMax calls it ``intermediate_size``."""
+    return int(text.get("moe_intermediate_size") or text["intermediate_size"])

@@ -24,7 +24,6 @@ from moepress.errors import PlanRefused
 from moepress.formats.dtypes import nbytes
 from moepress.recipe import MAX_SHARD_BYTES, Recipe
 
-
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Order of an expert's matrices in a shard."""
 
@@ -90,8 +89,15 @@ def plan_outputs(decision: Decision, recipe: Recipe, *, fp8_scale_suffix: str) -
         scale_name = f"{_module(stored.name)}.{fp8_scale_suffix}"
         scale_dtype = "F32" if stored.scale_encoding == "e8m0" else scale.dtype
         scale_shape = (scale.shape[0], 1) if stored.kind == "fp8_channel" and len(scale.shape) == 1 else scale.shape
-        first = (OutputTensor(weight.name, weight.dtype, weight.shape), OutputTensor(scale_name, scale_dtype, scale_shape))
-        rest = tuple(OutputTensor(r.name, r.dtype, r.shape) for role, r in stored.parts.items() if role not in ("weight", "scale"))
+        first = (
+            OutputTensor(weight.name, weight.dtype, weight.shape),
+            OutputTensor(scale_name, scale_dtype, scale_shape),
+        )
+        rest = tuple(
+            OutputTensor(r.name, r.dtype, r.shape)
+            for role, r in stored.parts.items()
+            if role not in ("weight", "scale")
+        )
         return WeightPlan(stored.name, action, first + rest)
     return WeightPlan(stored.name, action, tuple(OutputTensor(r.name, r.dtype, r.shape) for r in stored.parts.values()))
 
@@ -117,9 +123,7 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def assign_shards(
-    weights: Sequence[tuple[Decision, WeightPlan]], *, shard_size: int
-) -> tuple[ShardPlan, ...]:
+def assign_shards(weights: Sequence[tuple[Decision, WeightPlan]], *, shard_size: int) -> tuple[ShardPlan, ...]:
     """Puts every weight into a shard and names the shards with five digits, ``model-00001-of-00042.safetensors``.
 
     Args:
@@ -131,7 +135,9 @@ def assign_shards(
     """
     for _, plan in weights:
         if plan.nbytes >= MAX_SHARD_BYTES:
-            raise PlanRefused(f"one weight needs {plan.nbytes:,} bytes; the Hub takes files below 50 GB", where=plan.name)
+            raise PlanRefused(
+                f"one weight needs {plan.nbytes:,} bytes; the Hub takes files below 50 GB", where=plan.name
+            )
     kept = [plan for _, plan in weights if plan.action != "quantize"]
     layers: dict[int, list[tuple[tuple[int, int], WeightPlan]]] = {}
     for decision, plan in weights:

@@ -69,8 +69,18 @@ class Outlook:
         a, b = self.source, self.pressed
         return [
             ("checkpoint", gib(a.bytes), gib(b.bytes), ratio(a.bytes, b.bytes)),
-            (f"weights per GPU at TP{self.tensor_parallel}", gib(a.weights_per_gpu), gib(b.weights_per_gpu), ratio(a.weights_per_gpu, b.weights_per_gpu)),
-            (f"KV tokens that fit ({self.kv_dtype})", f"{a.kv_tokens:,}", f"{b.kv_tokens:,}", ratio(a.kv_tokens, b.kv_tokens)),
+            (
+                f"weights per GPU at TP{self.tensor_parallel}",
+                gib(a.weights_per_gpu),
+                gib(b.weights_per_gpu),
+                ratio(a.weights_per_gpu, b.weights_per_gpu),
+            ),
+            (
+                f"KV tokens that fit ({self.kv_dtype})",
+                f"{a.kv_tokens:,}",
+                f"{b.kv_tokens:,}",
+                ratio(a.kv_tokens, b.kv_tokens),
+            ),
         ]
 
     def lines(self) -> list[str]:
@@ -84,11 +94,14 @@ class Outlook:
         if self.plan is not None:
             text.append(f"output: {len(self.plan.shards)} shards, layout {self.plan.layout}")
         if self.disk is not None:
-            text.append(f"disk: {self.disk.needed / GIB:,.2f} GiB needed, {self.disk.free / GIB:,.2f} GiB free in {self.disk.folder}")
+            text.append(
+                f"disk: {self.disk.needed / GIB:,.2f} GiB needed, {self.disk.free / GIB:,.2f} GiB free in {self.disk.folder}"
+            )
         if self.time is not None:
             text.append(
                 f"time here: about {_duration(self.time.seconds)} on {self.time.threads} threads (measured: pressing "
-                f"{self.time.press_rate / 1e9:.2f} GB/s, writing {self.time.write_rate / 1e9:.2f} GB/s; bound by {self.time.bound_by})"
+                f"{self.time.press_rate / 1e9:.2f} GB/s, writing {self.time.write_rate / 1e9:.2f} GB/s; "
+                f"bound by {self.time.bound_by})"
             )
         return text
 
@@ -150,7 +163,9 @@ def outlook(
     else:
         checkpoint = open_checkpoint(source)
         config = checkpoint.config
-        samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if recipe.calibrated else None
+        samples = (
+            calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if recipe.calibrated else None
+        )
         plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
         target = out or Path("moepress-output")
         Journal(target, plan).check()

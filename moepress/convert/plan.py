@@ -76,7 +76,9 @@ class ConversionPlan:
             "calibration": self.calibration,
             "recipe": json.loads(self.recipe.canonical_json()),
             "output_bytes": self.output_bytes,
-            "shards": [{"name": s.name, "label": s.label, "bytes": s.nbytes, "weights": len(s.weights)} for s in self.shards],
+            "shards": [
+                {"name": s.name, "label": s.label, "bytes": s.nbytes, "weights": len(s.weights)} for s in self.shards
+            ],
         }
 
 
@@ -146,7 +148,9 @@ def check_census(checkpoint: Checkpoint, storage: dict[str, StoredWeight]) -> No
         )
     if problems:
         raise CheckpointError(
-            "; ".join(problems), where=checkpoint.location, hint="download the missing shards again, or correct config.json"
+            "; ".join(problems),
+            where=checkpoint.location,
+            hint="download the missing shards again, or correct config.json",
         )
 
 
@@ -188,9 +192,15 @@ def source_fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _key(fingerprint: str, recipe: Recipe, description: Description, shards: tuple[ShardPlan, ...], calibration: str | None) -> str:
+def _key(
+    fingerprint: str, recipe: Recipe, description: Description, shards: tuple[ShardPlan, ...], calibration: str | None
+) -> str:
     names = [[s.name, [[t.name, t.dtype, t.shape] for t in s.tensors]] for s in shards]
-    return hashlib.sha256(_canonical([PRESS_VERSION, fingerprint, recipe.canonical_json(), description.quantization_config, names, calibration])).hexdigest()
+    return hashlib.sha256(
+        _canonical(
+            [PRESS_VERSION, fingerprint, recipe.canonical_json(), description.quantization_config, names, calibration]
+        )
+    ).hexdigest()
 
 
 def _canonical(value: Any) -> bytes:
@@ -210,4 +220,6 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def experts_of(plan: ConversionPlan) -> int:
     """How many routed-expert matrices the plan quantizes."""
-    return sum(d.action == "quantize" and d.identity.component is Component.ROUTED_EXPERT for d in plan.decisions.values())
+    return sum(
+        d.action == "quantize" and d.identity.component is Component.ROUTED_EXPERT for d in plan.decisions.values()
+    )

@@ -146,13 +146,11 @@ def _keep(piece: Piece, reader: TensorReader) -> Pressed:
     ref = stored.parts[piece.part]
     data = np.empty(piece.last - piece.first, np.uint8)
     reader.read_into(ref, data, offset=piece.first)
-    digest = xxhash.xxh3_128_hexdigest(data)
+    digest = xxhash.xxh3_128_hexdigest(data.data)
     if stored.kind in FP8_KINDS and piece.part == "weight":
         bad = int(np.count_nonzero((data & 0x7F) == 0x7F))
         if bad:
-            raise FormatError(
-                f"{bad} FP8 codes are NaN (0x7F or 0xFF)", where=stored.name, hint=NAN_HINT
-            )
+            raise FormatError(f"{bad} FP8 codes are NaN (0x7F or 0xFF)", where=stored.name, hint=NAN_HINT)
     if stored.scale_encoding == "e8m0" and piece.part == "scale":
         data = _bytes(decode_e8m0(torch.from_numpy(data), name=ref.name).numpy())
     return Pressed((data,), digest, None)
@@ -169,13 +167,17 @@ class _Source:
         row_bytes = weight.nbytes // max(1, stored.shape[0])
         raw = scratch.take("raw", (rows, row_bytes), np.uint8)
         reader.read_into(weight, raw.reshape(-1), offset=piece.first * row_bytes)
-        digest = xxhash.xxh3_128(raw)
+        digest = xxhash.xxh3_128(raw.data)
         self._codes = torch.from_numpy(raw).view(torch_dtype(weight.dtype)).view(rows, columns)
         self._scale: torch.Tensor | None = None
         if stored.kind in FP8_KINDS:
             scale = reader.tensor(stored.parts["scale"])
-            digest.update(scale.reshape(-1).view(torch.uint8).numpy())
-            self._scale = decode_e8m0(scale, name=stored.parts["scale"].name) if stored.scale_encoding == "e8m0" else scale.float()
+            digest.update(scale.reshape(-1).view(torch.uint8).numpy().data)
+            self._scale = (
+                decode_e8m0(scale, name=stored.parts["scale"].name)
+                if stored.scale_encoding == "e8m0"
+                else scale.float()
+            )
             check_scale(self._scale, name=stored.name)
             self._block = rows_and_columns_per_scale(_matrix(stored.shape), tuple(self._scale.shape), stored.block)
             self._has_zero_scales = bool((self._scale == 0).any())

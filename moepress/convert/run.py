@@ -81,7 +81,9 @@ def convert(
     started = time.monotonic()
     watcher = watcher or Silent()
     checkpoint = open_checkpoint(source)
-    samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if recipe.calibrated else None
+    samples = (
+        calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if recipe.calibrated else None
+    )
     plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
     journal = Journal(out, plan)
     journal.check()

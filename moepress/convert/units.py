@@ -156,7 +156,9 @@ class _Weight:
         outcome: Quantized | Kept = Kept(self.decision.reason)
         if self.decision.action == "quantize" and self.fidelity is not None:
             weights = recipe.weights
-            outcome = Quantized(f"{weights.algorithm}-{weights.scale}", Grid(weights.num_bits, weights.group_size), self.fidelity)
+            outcome = Quantized(
+                f"{weights.algorithm}-{weights.scale}", Grid(weights.num_bits, weights.group_size), self.fidelity
+            )
         return {
             "action": self.decision.action,
             "source_xxh3": xxhash.xxh3_128_hexdigest("".join(self.digests).encode()),
@@ -197,4 +199,6 @@ def _source_bytes(piece: Piece) -> int:
     if piece.decision.action == "keep":
         return piece.last - piece.first
     stored = piece.decision.stored
-    return int(sum(part.nbytes for part in stored.parts.values()) * (piece.last - piece.first) / max(1, stored.shape[0]))
+    return int(
+        sum(part.nbytes for part in stored.parts.values()) * (piece.last - piece.first) / max(1, stored.shape[0])
+    )

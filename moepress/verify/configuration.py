@@ -19,14 +19,18 @@ QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 def check_configuration(output: OutputFiles, source: Checkpoint | None, family: Family, findings: Findings) -> None:
     """Schema, targets and ignore lines, leftovers of the source's quantization, and everything else unchanged."""
-    quantization = output.config.get("quantization_config")
+    text = text_config(family, output.config)
+    quantization = output.config.get("quantization_config") or text.get("quantization_config")
     if not isinstance(quantization, dict):
         findings.problem("config.json", "has no quantization_config")
         return
-    text = text_config(family, output.config)
-    if text is not output.config and "quantization_config" in text:
+    # packed experts keep the description their publishers gave them, where they gave it, whatever this matcher makes of it
+    carried = source is not None and quantization == _described(source.config, family)
+    if not carried and text is not output.config and "quantization_config" in text:
         findings.problem("config.json", "has a second quantization_config in its text part")
-    if source is not None and _without_quantization(output.config, family) != _without_quantization(source.config, family):
+    if source is not None and _without_quantization(output.config, family) != _without_quantization(
+        source.config, family
+    ):
         findings.problem("config.json", f"differs from the source's in {_differing(output.config, source.config)}")
     if quantization.get("quant_method") != "compressed-tensors" or quantization.get("format") != "pack-quantized":
         findings.problem(
@@ -37,10 +41,11 @@ def check_configuration(output: OutputFiles, source: Checkpoint | None, family: 
     try:
         schema = QuantizationConfig.model_validate(quantization)
     except ValueError as error:
-        findings.problem("config.json", f"compressed-tensors refuses the quantization_config: {' '.join(str(error).split())}")
+        findings.problem(
+            "config.json", f"compressed-tensors refuses the quantization_config: {' '.join(str(error).split())}"
+        )
         return
-    carried = source is not None and quantization == source.config.get("quantization_config")
-    if not carried:  # packed experts keep the description their publishers gave them, whatever this matcher makes of it
+    if not carried:
         _check_modules(output, schema, quantization, family, findings)
     _check_mtp(output, family, findings)
 
@@ -65,7 +70,11 @@ def _check_modules(
             continue
         bits = {"weight_packed": 4}.get(part, 8 if dtype.startswith("F8") else 16)
         # the more specific group wins: servers match names before classes
-        matched = [g for targets, g in groups.values() if is_match(module, linear, [t for t in targets if t.startswith("re:")], ignore)]
+        matched = [
+            g
+            for targets, g in groups.values()
+            if is_match(module, linear, [t for t in targets if t.startswith("re:")], ignore)
+        ]
         matched = matched or [g for targets, g in groups.values() if is_match(module, linear, targets, ignore)]
         described = matched[0] if matched else 16
         if fp8_everywhere and component is not Component.ROUTED_EXPERT and component is not Component.LM_HEAD:
@@ -78,7 +87,14 @@ def _check_mtp(output: OutputFiles, family: Family, findings: Findings) -> None:
     announced = set(mtp_layers(family, output.config))
     present = {i.layer for name in output.tensors if (i := classify(family, output.config, name)).is_mtp}
     if announced != present:
-        findings.problem("config.json", f"announces MTP layers {sorted(announced)}, the shards hold {sorted(map(str, present))}")
+        findings.problem(
+            "config.json", f"announces MTP layers {sorted(announced)}, the shards hold {sorted(map(str, present))}"
+        )
+
+
+def _described(config: dict[str, Any], family: Family) -> Any:
+    """A quantization_config, wherever it stands."""
+    return config.get("quantization_config") or text_config(family, config).get("quantization_config")
 
 
 def _without_quantization(config: dict[str, Any], family: Family) -> dict[str, Any]:

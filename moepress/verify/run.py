@@ -52,7 +52,9 @@ class Verification:
         }
 
 
-def verify(out: Path, source: str | Path | None = None, *, threads: int | None = None, watcher: Watcher | None = None) -> Verification:
+def verify(
+    out: Path, source: str | Path | None = None, *, threads: int | None = None, watcher: Watcher | None = None
+) -> Verification:
     """Re-reads an output with the safetensors library and compressed-tensors, and compares it with its source.
 
     Args:
@@ -76,13 +78,23 @@ def verify(out: Path, source: str | Path | None = None, *, threads: int | None =
         checked += _check(output, checkpoint, findings, threads or os.cpu_count() or 1, watcher)
     size = sum((out / shard).stat().st_size for shard in output.shards) if output else 0
     problems = tuple(findings.sentences())
-    return Verification(problems, tuple(checked) if not problems else (), len(output.tensors) if output else 0, size, time.monotonic() - started)
+    return Verification(
+        problems,
+        tuple(checked) if not problems else (),
+        len(output.tensors) if output else 0,
+        size,
+        time.monotonic() - started,
+    )
 
 
-def _check(output: OutputFiles, source: Checkpoint | None, findings: Findings, threads: int, watcher: Watcher) -> list[str]:
+def _check(
+    output: OutputFiles, source: Checkpoint | None, findings: Findings, threads: int, watcher: Watcher
+) -> list[str]:
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         list(pool.map(lambda shard: check_checksums(output, shard, findings), output.shards))
-        checked = [f"{len(output.shards)} shards: index, headers and SHA-256 agree with {len(output.receipts)} receipts"]
+        checked = [
+            f"{len(output.shards)} shards: index, headers and SHA-256 agree with {len(output.receipts)} receipts"
+        ]
         try:
             family = identify_family(output.config)
             for name in output.tensors:
@@ -98,7 +110,7 @@ def _check(output: OutputFiles, source: Checkpoint | None, findings: Findings, t
         check_side_files(output, source.folder, source.side_files, findings)
         checked.append(f"{len(source.side_files)} side files are the source's, byte for byte")
         storage = resolve_storage(source)
-        weights = WeightCheck(output, source, family, findings)
+        weights = WeightCheck(output, source, storage, family, findings)
         watcher.begin(sum(stored.nbytes for stored in storage.values()))
         claimed: set[str] = set()
         packed = 0
@@ -128,4 +140,6 @@ def _check_uniform_experts(output: OutputFiles, family: Family, findings: Findin
         for kind, experts in sorted(kinds.items()):
             if experts != everyone:
                 missing = sorted(everyone - experts)
-                findings.problem(f"layer {layer}", f"{len(missing)} of {len(everyone)} experts have no {kind}, first {missing[0]}")
+                findings.problem(
+                    f"layer {layer}", f"{len(missing)} of {len(everyone)} experts have no {kind}, first {missing[0]}"
+                )

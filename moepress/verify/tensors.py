@@ -27,6 +27,9 @@ from moepress.verify.findings import Findings
 
 PACKED = ("weight_packed", "weight_scale", "weight_shape")
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+FACTOR_TOLERANCE = 0.2
+"""How far a fitted pair of AWQ factors may be from cancelling: they are fitted to rounded rows and columns."""
+
 DEFAULT_LIMIT = 0.25
 """Largest relative error where no recipe says otherwise."""
 
@@ -34,8 +37,16 @@ DEFAULT_LIMIT = 0.25
 class WeightCheck:
     """Compares weights of one output with one source; used from several threads."""
 
-    def __init__(self, output: OutputFiles, source: Checkpoint, family: Family, findings: Findings) -> None:
+    def __init__(
+        self,
+        output: OutputFiles,
+        source: Checkpoint,
+        storage: Mapping[str, StoredWeight],
+        family: Family,
+        findings: Findings,
+    ) -> None:
         self.output, self.source, self.family, self.findings = output, source, family, findings
+        self._storage = storage
         recipe = output.report.get("recipe") or {}
         self.limit = float((recipe.get("limits") or {}).get("max_relative_error", DEFAULT_LIMIT))
         self.algorithm = (recipe.get("weights") or {}).get("algorithm")
@@ -115,7 +126,11 @@ class WeightCheck:
             if tensor.dtype != dtype or tuple(tensor.shape) != want
         ]
         if wrong or shape.tolist() != [rows, columns] or columns % scale.shape[-1]:
-            problem(stored.name, f"is [{rows}, {columns}] in the source; {'; '.join(wrong)} weight_shape {shape.tolist()}, scale {list(scale.shape)}")
+            problem(
+                stored.name,
+                f"is [{rows}, {columns}] in the source; {'; '.join(wrong)} weight_shape {shape.tolist()}, "
+                f"scale {list(scale.shape)}",
+            )
             return
         expected_group = self._group_size(columns)
         if expected_group is not None and columns // scale.shape[1] != expected_group:
@@ -126,6 +141,8 @@ class WeightCheck:
         codes = unpack_from_int32(packed, 4, torch.Size((rows, columns))).float()
         spread = scale.float().repeat_interleave(columns // scale.shape[1], 1)
         truth = self.truth(stored)
+        if self.records.get(stored.name, {}).get("awq_alpha"):
+            truth = self._smoothed(stored, truth, codes * spread)
         error = float((truth - codes * spread).double().pow(2).sum())
         energy = float(truth.double().pow(2).sum())
         relative = (error / energy) ** 0.5 if energy > 0 else (0.0 if error == 0 else float("inf"))
@@ -137,6 +154,30 @@ class WeightCheck:
             off = int((nearest != codes).sum())
             if off:
                 problem(stored.name, f"{off} of {codes.numel()} codes are not the nearest to the source")
+
+    def _smoothed(self, stored: StoredWeight, truth: torch.Tensor, served: torch.Tensor) -> torch.Tensor:
+        """The source's matrix with AWQ's factors, which no file holds: up's rows × s, down's columns ÷ s.
+
+        Each factor is the least-squares fit of the served row (column) by the source's. That they belong together, and so
+        cancel in the expert's output, is checked where both are known: at down.
+        """
+        if stored.name.endswith(".up_proj.weight"):
+            return truth * _fit(truth, served, dim=1)[:, None]
+        if not stored.name.endswith(".down_proj.weight"):
+            return truth
+        factors = _fit(truth, served, dim=0)
+        up = stored.name.replace(".down_proj.", ".up_proj.")
+        partner = self._storage[up]
+        packed, scale = (self._out(f"{up}_{part}") for part in ("packed", "scale"))
+        codes = unpack_from_int32(packed, 4, torch.Size(partner.shape)).float()
+        up_served = codes * scale.float().repeat_interleave(partner.shape[1] // scale.shape[1], 1)
+        product = _fit(self.truth(partner), up_served, dim=1) * factors
+        worst = float((product - 1).abs().max())
+        if worst > FACTOR_TOLERANCE:
+            self.findings.problem(
+                stored.name, f"AWQ's factors of up and down do not cancel: off by {worst:.1%} in a channel"
+            )
+        return truth * factors
 
     def _hold_against_receipt(self, name: str, relative: float) -> None:
         record = self.records.get(name)
@@ -181,6 +222,12 @@ class WeightCheck:
         with safe_open(self.source.path(ref.shard), framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(ref.name)
         return tensor
+
+
+def _fit(truth: torch.Tensor, served: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """Least-squares factor of each row (dim 1) or column (dim 0): ⟨served, truth⟩ / ⟨truth, truth⟩; 1 where truth is zero."""
+    energy = truth.square().sum(dim)
+    return torch.where(energy > 0, (served * truth).sum(dim) / energy.clamp_min(1e-38), 1.0)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,11 @@ def test_every_side_file_travels(tmp_path: Path) -> None:
     (source.folder / "figures" / "logo.svg").write_text("<svg/>")
     press(source.folder, tmp_path / "out", "kimi")
     for path in source.folder.rglob("*"):
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in ("config.json", "model.safetensors.index.json"):
+        if (
+            path.is_file()
+            and path.suffix != ".safetensors"
+            and path.name not in ("config.json", "model.safetensors.index.json")
+        ):
             assert (tmp_path / "out" / path.relative_to(source.folder)).read_bytes() == path.read_bytes()
 
 
@@ -216,7 +220,9 @@ class TestRefusals:
     def test_groups_that_do_not_divide_a_ranks_share(self, tmp_path: Path) -> None:
         """I4-01: servers floor-divide in silence."""
         source = build("kimi", tmp_path / "src")
-        text = self.refused(source.folder, tmp_path / "out", "kimi", "serving.tensor_parallel=4", "weights.group_size=128")
+        text = self.refused(
+            source.folder, tmp_path / "out", "kimi", "serving.tensor_parallel=4", "weights.group_size=128"
+        )
         assert "0.5 groups" in text
 
     def test_output_is_the_source(self, tmp_path: Path) -> None:
@@ -277,7 +283,9 @@ class TestDamagedSource:
         return source.folder
 
     @pytest.mark.parametrize("code", [0x7F, 0xFF])
-    @pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.0.self_attn.o_proj.weight"])
+    @pytest.mark.parametrize(
+        "name", ["model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
+    )
     def test_nan_codes_are_refused_by_name(self, code: int, name: str, tmp_path: Path) -> None:
         """FP-10: other tools turn a NaN weight into the integer 0 without a word; kept FP8 is looked at too."""
 
@@ -378,7 +386,9 @@ def test_kill_9_at_random_moments_then_resume_gives_the_same_bytes(tmp_path: Pat
     )
     killed = 0
     for turn in range(40):
-        process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         process.stdout.readline()
         try:

@@ -40,7 +40,9 @@ def test_codes_agree_with_model_free_ptq(tmp_path: Path) -> None:
     source = build("kimi", tmp_path / "src", mtp=0)
     press(source.folder, tmp_path / "ours", "kimi", "weights.scale=max")
     script = ROOT / "benchmarks" / "peers" / "model_free_ptq.py"
-    done = subprocess.run([sys.executable, script, source.folder, tmp_path / "theirs"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script, source.folder, tmp_path / "theirs"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     ours, theirs = tensors(tmp_path / "ours"), tensors(tmp_path / "theirs")
     modules = sorted(name.removesuffix(".weight_packed") for name in ours if name.endswith(".weight_packed"))

@@ -46,7 +46,9 @@ def pressed_kl(source: Path, out: Path, model: torch.nn.Module, *overrides: str)
     return result.kl
 
 
-def test_rtn_stays_below_its_bound_and_searched_scales_pay(source_folder: Path, source_model: torch.nn.Module, tmp_path: Path) -> None:
+def test_rtn_stays_below_its_bound_and_searched_scales_pay(
+    source_folder: Path, source_model: torch.nn.Module, tmp_path: Path
+) -> None:
     by_max = pressed_kl(source_folder, tmp_path / "max", source_model, "weights.scale=max")
     by_mse = pressed_kl(source_folder, tmp_path / "mse", source_model, "weights.scale=mse")
     assert by_mse < KL_BOUND

@@ -14,7 +14,13 @@ from tests.tiny_checkpoints import build
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
-ALL_BF16 = ("rest.attention=bf16", "rest.indexer=bf16", "rest.shared_experts=bf16", "rest.dense_mlp=bf16", "mtp.rest=bf16")
+ALL_BF16 = (
+    "rest.attention=bf16",
+    "rest.indexer=bf16",
+    "rest.shared_experts=bf16",
+    "rest.dense_mlp=bf16",
+    "mtp.rest=bf16",
+)
 CLASSES = {
     "kimi": "DeepseekV3ForCausalLM",
     "glm4": "Glm4MoeForCausalLM",
@@ -44,5 +50,7 @@ def test_loads_without_missing_or_unexpected_keys_and_generates(family: str, tmp
     module = f"{fused[0].removesuffix('down_proj')}3.down_proj"
     shape = torch.Size(files[f"{module}.weight_shape"].tolist())
     scale = files[f"{module}.weight_scale"].float()
-    ours = unpack_from_int32(files[f"{module}.weight_packed"], 4, shape).float() * scale.repeat_interleave(shape[1] // scale.shape[1], 1)
+    ours = unpack_from_int32(files[f"{module}.weight_packed"], 4, shape).float() * scale.repeat_interleave(
+        shape[1] // scale.shape[1], 1
+    )
     assert torch.equal(fused[1][3].float(), ours.to(fused[1].dtype).float())

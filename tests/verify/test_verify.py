@@ -151,6 +151,7 @@ def test_a_bias_rounded_to_bf16_and_back(pair: tuple[Path, Path]) -> None:
 def test_a_tensor_that_went_missing(pair: tuple[Path, Path]) -> None:
     """IX-02: also when the index forgets it too."""
     name = f"{EXPERT}.weight_scale"
+
     def edit(state: dict[str, torch.Tensor]) -> None:
         del state[name]
 
@@ -207,7 +208,9 @@ def test_damage_that_headers_do_not_show(pair: tuple[Path, Path]) -> None:
         ("config_groups", {}, "describes it with 16"),
     ],
 )
-def test_a_config_that_does_not_say_what_the_files_hold(pair: tuple[Path, Path], field: str, value: object, says: str) -> None:
+def test_a_config_that_does_not_say_what_the_files_hold(
+    pair: tuple[Path, Path], field: str, value: object, says: str
+) -> None:
     import re
 
     path = pair[1] / "config.json"

@@ -1,0 +1,89 @@
+"""Rounding to nearest on one core: nanoseconds per weight, side by side with compressed-tensors' own functions.
+
+    python benchmarks/bench_rtn_kernel.py --rows 512 --columns 7168 --rounds 7
+
+    moepress max | mse     rtn_band: codes, scales and error sums, into buffers that are reused
+    compressed-tensors     calculate_qparams and quantize in float32: codes and scales, the same as ``max``
+    torch                  rtn_plain, the twin that the kernels are held to
+
+Contenders take turns inside a round; medians of processor seconds of the one thread. JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from benchmarks.measure import machine
+from moepress.quantize.grid import Grid
+from moepress.quantize.rtn import Scale, rtn_band, rtn_plain
+
+
+def contenders(weight: torch.Tensor, grid: Grid) -> dict[str, Callable[[], object]]:
+    rows, columns = weight.shape
+    array = weight.numpy()
+    codes, scales = np.empty((rows, columns), np.int8), np.empty((rows, grid.groups(columns)), np.uint16)
+    args = QuantizationArgs(
+        num_bits=grid.num_bits,
+        symmetric=True,
+        strategy="group",
+        group_size=grid.group_size,
+        scale_dtype=torch.bfloat16,
+    )
+
+    def band(scale: Scale) -> Callable[[], object]:
+        return lambda: rtn_band(array, codes, scales, grid, scale)
+
+    def peer() -> object:
+        groups = weight.unflatten(-1, (-1, grid.group_size))
+        scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+        return quantize(weight, scale, zero_point, args, dtype=torch.int8)
+
+    return {
+        "moepress max": band("max"),
+        "moepress mse": band("mse"),
+        "compressed-tensors": peer,
+        "torch": lambda: rtn_plain(weight, grid),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--columns", type=int, default=7168)
+    parser.add_argument("--group", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    weight = torch.randn(options.rows, options.columns, generator=torch.Generator().manual_seed(0)) * 0.02
+    each = contenders(weight, Grid(4, options.group))
+    for run in each.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in each}
+    for _ in range(options.rounds):
+        for name, run in each.items():
+            started = time.thread_time()
+            run()
+            times[name].append((time.thread_time() - started) / weight.numel() * 1e9)
+    report = {
+        "options": vars(options),
+        "machine": machine(),
+        "versions": {package: version(package) for package in ("torch", "compressed-tensors", "numba")},
+        "nanoseconds_per_weight": {name: round(statistics.median(taken), 3) for name, taken in times.items()},
+        "runs": {name: [round(each, 3) for each in taken] for name, taken in times.items()},
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
