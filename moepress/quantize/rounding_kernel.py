@@ -146,7 +146,9 @@ def search_groups(
             row, importance = w[group], h[group % h.shape[0]]
             for j in range(width):
                 wt[j, lane] = row[j]
-                ht[j, lane] = importance[j]
+            if start == 0 or h.shape[0] > 1:
+                for j in range(width):
+                    ht[j, lane] = importance[j]
             top[lane], best[lane], least[lane] = peaks[group], scales[group], errors[group]
         for k in range(divisors.size):
             divisor = divisors[k]

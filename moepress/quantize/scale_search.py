@@ -72,7 +72,7 @@ def search_scales(w: Floats, h: Floats, peaks: Floats, groups_per_row: int, grid
 def _off_grid_groups_of_on_grid_rows(
     errors: Floats, peaks: Floats, h: Floats, groups_per_row: int, grid: Grid
 ) -> Indices:
-    importance = np.resize(h.sum(1, dtype=np.float64), errors.size)
+    importance = h.sum(1, dtype=np.float64)[np.arange(errors.size) % h.shape[0]]
     on_grid = (errors <= on_grid_threshold(grid) * importance * peaks.astype(np.float64) ** 2) & (peaks > 0)
     rows = on_grid.reshape(-1, groups_per_row).any(1)
     return np.flatnonzero(np.repeat(rows, groups_per_row) & (errors > 0)).astype(np.int64)
