@@ -1,6 +1,6 @@
 """A pressed checkpoint in somebody else's hands: transformers loads it, and the source model is the measure.
 
-    python examples/judge.py PRESSED --tokens 20000
+    python examples/judge.py PRESSED --tokens 12000
 
 Reads the held-out text beside the tiny checkpoint, and prints KL divergence, agreement of the most likely token, perplexity
 of source and pressed, and the answer to a prompt. Also a library for the tests.
@@ -140,8 +140,8 @@ def answer(model: torch.nn.Module, folder: Path, question: str, length: int = 48
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pressed", type=Path)
-    parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--question", default="What does `os.path.join` do?")
+    parser.add_argument("--tokens", type=int, default=12_000)
+    parser.add_argument("--question", default="What is zipfile.ZipFile?")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     source, pressed = load_source(), load_pressed(arguments.pressed)

@@ -72,7 +72,9 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
         _print_json(inspection.as_json())
         return
     present.inspection(inspection)
-    present.next_step(f"moepress plan {source} --recipe {present.suggest_recipe(inspection.family.key)}")
+    present.next_step(
+        f"moepress plan {source} --recipe {present.suggest_recipe(inspection.family.key, inspection.model_type)}"
+    )
 
 
 @app.command()

@@ -76,11 +76,12 @@ def warnings(texts: tuple[str, ...]) -> None:
         talk.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)
 
 
-def suggest_recipe(family: str) -> str:
-    """A shipped recipe for the family, or a placeholder."""
+def suggest_recipe(family: str, model_type: str) -> str:
+    """A shipped recipe for the family, best the one named like the model; a placeholder where there is none."""
     from moepress.recipe import load_recipe, shipped_recipes
 
-    return next((name for name in shipped_recipes() if family in load_recipe(name).families), "RECIPE")
+    fitting = [name for name in shipped_recipes() if family in load_recipe(name).families]
+    return next((name for name in fitting if name == model_type.replace("_", "-")), next(iter(fitting), "RECIPE"))
 
 
 def inspection(result: Inspection) -> None:
@@ -115,8 +116,12 @@ def outlook(result: Outlook) -> None:
     table.add_column(f"{result.title} → {result.recipe_name}")
     for heading in ("source", "pressed", ""):
         table.add_column(heading, justify="right")
-    for label, before, after, ratio in result.rows():
-        table.add_row(label, before, after, ratio)
+    for label, before, after, in_bytes in result.rows():
+        figures = (f"{before:,}", f"{after:,}")
+        if in_bytes:
+            unit, scale = ("GiB", 2**30) if max(before, after) >= 2**29 else ("MiB", 2**20)
+            figures = (f"{before / scale:,.2f} {unit}", f"{after / scale:,.2f} {unit}")
+        table.add_row(label, *figures, f"× {after / before:.2f}" if before else "")
     out.print(table)
     for line in result.lines():
         out.print(line, soft_wrap=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Before torch loads MKL, as the command line does: matrix products give the same bits with any number of threads.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
 from collections.abc import Callable
 
 import pytest

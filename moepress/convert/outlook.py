@@ -57,30 +57,13 @@ class Outlook:
     time: TimeEstimate | None
     warnings: tuple[str, ...]
 
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """Label, source, pressed, ratio."""
-
-        def gib(count: int) -> str:
-            return f"{count / GIB:,.2f} GiB"
-
-        def ratio(a: int, b: int) -> str:
-            return f"× {b / a:.2f}" if a else ""
-
+    def rows(self) -> list[tuple[str, int, int, bool]]:
+        """Label, source, pressed, and whether these are bytes."""
         a, b = self.source, self.pressed
         return [
-            ("checkpoint", gib(a.bytes), gib(b.bytes), ratio(a.bytes, b.bytes)),
-            (
-                f"weights per GPU at TP{self.tensor_parallel}",
-                gib(a.weights_per_gpu),
-                gib(b.weights_per_gpu),
-                ratio(a.weights_per_gpu, b.weights_per_gpu),
-            ),
-            (
-                f"KV tokens that fit ({self.kv_dtype})",
-                f"{a.kv_tokens:,}",
-                f"{b.kv_tokens:,}",
-                ratio(a.kv_tokens, b.kv_tokens),
-            ),
+            ("checkpoint", a.bytes, b.bytes, True),
+            (f"weights per GPU at TP{self.tensor_parallel}", a.weights_per_gpu, b.weights_per_gpu, True),
+            (f"KV tokens that fit ({self.kv_dtype})", a.kv_tokens, b.kv_tokens, False),
         ]
 
     def lines(self) -> list[str]:

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moepress.convert.carried import KV_SCALES, check_carried
 from moepress.convert.decide import Decision, decide, rule
 from moepress.convert.description import Description, describe
 from moepress.convert.layout import ShardPlan, assign_shards, plan_outputs
@@ -18,6 +19,7 @@ from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import Component, Family, identify_family
+from moepress.formats.runtime_contract import contract_for
 from moepress.formats.sizes import tensor_parallel_problems
 from moepress.formats.storage import StoredWeight, resolve_storage
 from moepress.recipe import Recipe
@@ -25,8 +27,8 @@ from moepress.recipe import Recipe
 PRESS_VERSION = 1
 """Changes when the same recipe and source would press other bytes; then an old run cannot be resumed."""
 
-MAY_BE_THERE = ("k_scale", "v_scale", "q_scale", "kv_scale", "rotary_emb.inv_freq")
-"""Ends of names that some tools add: carried, never expected."""
+MAY_BE_THERE = (*KV_SCALES, "rotary_emb.inv_freq")
+"""Ends of names that some tools add: never expected; carried where the server reads them (`carried`)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, *, calibration: str | None
     check_census(checkpoint, storage)
     decisions = decide(checkpoint, storage, family, recipe)
     check_parallel(checkpoint.config, recipe)
+    check_carried(decisions, contract_for(recipe.serving.server, recipe.serving.version, family.key))
     description = describe(checkpoint.config, family, recipe, decisions)
     weights = [(d, plan_outputs(d, recipe, fp8_scale_suffix=description.fp8_scale_suffix)) for d in decisions.values()]
     shards = assign_shards(weights, shard_size=recipe.output.shard_size)

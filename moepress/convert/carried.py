@@ -1,0 +1,63 @@
+"""What a source brings along that the server would not read as it is meant: refused while planning.
+
+Packed INT4 and KV scales are carried, not made here, so no rule of the recipe has looked at them:
+
+    zero points             the server's INT4 experts are symmetric
+    g_idx (act order)       experts of several ranks need their scales unsplit then
+    packed INT4 elsewhere   attention and shared experts are built dense (MLA absorbs kv_b_proj)
+    k_scale, v_scale …      dropped without a word, or multiplied on reading and never divided on writing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from moepress.convert.decide import Decision
+from moepress.errors import PlanRefused
+from moepress.formats.families import Component
+from moepress.formats.runtime_contract import Contract
+
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
+"""Ends of the names under which tools have stored scales of the KV cache."""
+
+
+def check_carried(decisions: Mapping[str, Decision], contract: Contract) -> None:
+    """Holds every carried weight against the contract.
+
+    Raises:
+        PlanRefused: with every kind that does not fit, each with a count and up to three names.
+    """
+    packed = {name: d for name, d in decisions.items() if d.stored.kind == "int4_packed"}
+    problems = []
+    if contract.symmetric_only:
+        problems += _kind(
+            "INT4 weights have zero points, and the server's are symmetric",
+            (name for name, d in packed.items() if "zero_point" in d.stored.parts),
+        )
+    problems += _kind(
+        f"INT4 weights have an activation order ({contract.act_order_evidence})",
+        (name for name, d in packed.items() if "g_idx" in d.stored.parts),
+    )
+    problems += _kind(
+        "INT4 weights are no routed experts, and the server builds those modules dense",
+        (name for name, d in packed.items() if d.identity.component is not Component.ROUTED_EXPERT),
+    )
+    if contract.kv_scales.emission != "checkpoint":
+        problems += _kind(
+            f"KV scales, whose effect in this server is: {contract.kv_scales.effect} ({contract.kv_scales.evidence})",
+            (name for name in decisions if name.endswith(KV_SCALES)),
+        )
+    if problems:
+        raise PlanRefused(
+            f"the source holds what {contract.server} {contract.version} does not read as it is meant:\n  "
+            + "\n  ".join(problems),
+            where=contract.family,
+            hint="convert the publisher's FP8 or BF16 checkpoint; KV scales have to be taken out of the source",
+        )
+
+
+def _kind(what: str, names: Iterable[str]) -> list[str]:
+    found = list(names)
+    if not found:
+        return []
+    return [f"{len(found)} {what}: {', '.join(found[:3])}{' …' if len(found) > 3 else ''}"]
