@@ -19,8 +19,8 @@ columns, a second
 4. ``polish`` passes: scales refitted in closed form and codes moved one by one while the loss falls.
 
 The layout is [column, row]: rows are independent, so they fill the SIMD lanes, and the column order costs nothing.
-Work is R · C² multiply-adds a pass plus C³/6 for the factor; memory per expert at a time is 8 C² + 9 R C bytes beside
-its inputs.
+Work is R · C² multiply-adds a pass plus C³/6 for the factor; memory per expert at a time is 4 C² + 9 R C bytes beside
+its inputs, half as much again with polishing.
 
 An expert whose Hessian cannot be factored is rounded to nearest with searched scales, and says so in its outcome.
 """
@@ -123,11 +123,12 @@ def gptq(
         threads: experts at once, torch's thread count when not given. Results do not depend on it.
 
     Raises:
-        QuantizeError: shapes or types that do not fit, NaN or infinity in ``weight`` (with counts).
+        QuantizeError: shapes or types that do not fit, NaN or infinity in ``weight`` (with counts, and which expert).
     """
     _check(weight, hessian, grid)
     experts, rows, columns = weight.shape
-    reference = weight if source is None else source
+    weight, hessian = weight.detach(), hessian.detach().contiguous()
+    reference = weight if source is None else source.detach()
     if weight.device.type != "cpu":
         return _gptq_on_device(weight, hessian, grid, scale, passes, ladder, reference)
     codes = torch.empty(weight.shape, dtype=torch.int8)
@@ -138,7 +139,10 @@ def gptq(
         own = hessian if shared is not None else hessian[e]
         factor = factorize(own, ladder) if shared is None else shared
         into = QuantizedWeight(codes[e], scales[e], grid, ())
-        outcome = _quantize_expert(weight[e].contiguous(), own, factor, scale, passes, into)
+        try:
+            outcome = _quantize_expert(weight[e].contiguous(), own, factor, scale, passes, into)
+        except QuantizeError as error:
+            raise QuantizeError(error.what, where=f"expert {e} of the stack", hint=error.hint) from error
         return outcome, measure(reference[e].contiguous(), codes[e], scales[e])
 
     done = side_by_side(one, range(experts), threads)

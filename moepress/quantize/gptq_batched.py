@@ -107,11 +107,9 @@ def scales_batched(weight: torch.Tensor, importance: torch.Tensor, grid: Grid, s
     if scale == "max":
         peaks = weight.reshape(experts, rows, -1, width).abs().amax(-1)
         return usable_scales(peaks / grid.half_range)
-    each = [
-        search_scales_plain(w.reshape(-1, width), h.reshape(-1, width), columns // width, grid)
-        for w, h in zip(weight, importance, strict=True)
-    ]
-    return torch.stack(each).reshape(experts, rows, -1)
+    h = importance[:, None].expand(-1, rows, -1).reshape(-1, width)
+    found = search_scales_plain(weight.reshape(-1, width), h, columns // width, grid)
+    return found.reshape(experts, rows, -1)
 
 
 def round_columns_batched(

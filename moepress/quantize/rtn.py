@@ -104,10 +104,15 @@ def rtn(
     matrices = weight.detach().contiguous().view(count, rows, columns).numpy()
     all_codes = codes.view(count, rows, columns).numpy()
     all_scales = scales.view(count, rows, scales.shape[-1]).view(torch.uint16).numpy()
-    fidelity = tuple(
-        Fidelity(*rtn_band(w, q, s, grid, scale)) for w, q, s in zip(matrices, all_codes, all_scales, strict=True)
-    )
-    return QuantizedWeight(codes, scales, grid, fidelity)
+    fidelity = []
+    for i, (w, q, s) in enumerate(zip(matrices, all_codes, all_scales, strict=True)):
+        try:
+            fidelity.append(Fidelity(*rtn_band(w, q, s, grid, scale)))
+        except QuantizeError as error:
+            raise QuantizeError(
+                error.what, where=f"matrix {i} of the stack" if stack else None, hint=error.hint
+            ) from error
+    return QuantizedWeight(codes, scales, grid, tuple(fidelity))
 
 
 def rtn_plain(weight: torch.Tensor, grid: Grid, *, scale: Scale = "max") -> QuantizedWeight:

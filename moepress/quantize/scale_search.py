@@ -81,6 +81,8 @@ def _off_grid_groups_of_on_grid_rows(
 def search_scales_plain(w: torch.Tensor, h: torch.Tensor, groups_per_row: int, grid: Grid) -> torch.Tensor:
     """The same in plain torch, on any device; agrees with ``search_scales`` bit for bit.
 
+    Some 2,000 column steps of a few small operations each, whatever N is: give it many groups at once.
+
     Args:
         w: float32 [N, width], finite.
         h: float32 [M, width]; group i uses row i mod M.
@@ -91,11 +93,12 @@ def search_scales_plain(w: torch.Tensor, h: torch.Tensor, groups_per_row: int, g
         float32 [N] on ``w``'s device.
     """
     peaks = w.abs().amax(-1)
-    importance = h.repeat(w.shape[0] // h.shape[0], 1)
+    columns = w.t().contiguous()
+    importance = h.repeat(w.shape[0] // h.shape[0], 1).t().contiguous()
     scales = torch.full_like(peaks, ZERO_GROUP_SCALE)
     errors = torch.full_like(peaks, torch.inf)
     divisors = torch.from_numpy(candidate_divisors(grid)).tolist()
-    _try_candidates(w, importance, peaks, [(d, 0) for d in divisors], grid, scales, errors)
+    _try_candidates(columns, importance, peaks, [(d, 0) for d in divisors], grid, scales, errors)
     again = torch.from_numpy(
         _off_grid_groups_of_on_grid_rows(
             errors.cpu().numpy(), peaks.cpu().numpy(), h.cpu().numpy(), groups_per_row, grid
@@ -104,7 +107,9 @@ def search_scales_plain(w: torch.Tensor, h: torch.Tensor, groups_per_row: int, g
     if len(again):
         candidates = list(zip(*(array.tolist() for array in on_grid_divisors(grid)), strict=True))
         some_scales, some_errors = scales[again], errors[again]
-        _try_candidates(w[again], importance[again], peaks[again], candidates, grid, some_scales, some_errors)
+        _try_candidates(
+            columns[:, again], importance[:, again], peaks[again], candidates, grid, some_scales, some_errors
+        )
         scales[again] = some_scales
     return scales
 
@@ -118,14 +123,14 @@ def _try_candidates(
     scales: torch.Tensor,
     errors: torch.Tensor,
 ) -> None:
-    """Improve ``scales`` and ``errors`` [n] in place."""
+    """Improve ``scales`` and ``errors`` [n] in place; ``w`` and ``h`` are [width, n]."""
     for divisor, ulps in candidates:
         s = usable_scales(peaks / divisor, ulps=ulps)
         inverse = 1 / s
         error = torch.zeros_like(errors)
-        for j in range(w.shape[1]):
-            d = w[:, j] - (w[:, j] * inverse).clamp(grid.qmin, grid.qmax).round() * s
-            error += h[:, j] * (d * d)
+        for weights, importance in zip(w, h, strict=True):
+            d = weights - (weights * inverse).clamp(grid.qmin, grid.qmax).round() * s
+            error += importance * (d * d)
         better = error < errors
         scales.copy_(torch.where(better, s, scales))
         errors.copy_(torch.where(better, error, errors))

@@ -302,8 +302,11 @@ def test_dead_columns_are_rounded_to_nearest() -> None:
 
 def test_wrong_input_is_refused() -> None:
     weight, hessian = experts(2, 16, 64)
-    with pytest.raises(QuantizeError, match="1 NaN"):
-        gptq(torch.where(torch.arange(64) == 5, torch.nan, weight)[:1, :1], hessian[:1], Grid(4, 32))
+    broken = weight.clone()
+    broken[1, 3, 5] = torch.nan
+    with pytest.raises(QuantizeError, match="1 NaN and 0 infinite values among 1,024") as failure:
+        gptq(broken, hessian, Grid(4, 32))
+    assert failure.value.where == "expert 1 of the stack"
     with pytest.raises(QuantizeError, match="need a Hessian"):
         gptq(weight, hessian[:1], Grid(4, 32))
     with pytest.raises(QuantizeError, match="float32"):

@@ -165,6 +165,9 @@ def test_nan_and_infinity_are_refused_with_counts(scale: Scale) -> None:
         rtn(w, Grid(4, 32), scale=scale)
     with pytest.raises(QuantizeError, match="2 NaN and 2 infinite values among 1,024"):
         rtn_plain(w, Grid(4, 32), scale=scale)
+    with pytest.raises(QuantizeError) as failure:
+        rtn(torch.stack([weight(8, 128), w]), Grid(4, 32), scale=scale)
+    assert failure.value.where == "matrix 1 of the stack"
 
 
 def test_a_stack_is_its_matrices_one_by_one() -> None:
