@@ -81,18 +81,21 @@ class SGLangClient:
             ) from error
 
     def checksums(self) -> dict[str, dict[str, str]]:
-        """Hash of every parameter that was loaded: rank (``tp0``, ``draft tp0``) → parameter name → hash.
+        """Hash of every parameter that was loaded: rank (``tp0``, ``tp1-pp0``) → parameter name → hash.
 
-        Block-FP8 weights are hashed dequantized, together with their scales; all else as stored.
+        A draft model's parameters are in its rank, their names marked by SGLang. Block-FP8 weights are hashed
+        dequantized, together with their scales; all else as stored.
         """
         answer = self._object("POST", "/weights_checker", {"action": "checksum"})
         if not answer.get("success"):
             raise ServingError(f"/weights_checker failed: {answer.get('message')}", where=self.url)
         found: dict[str, dict[str, str]] = {}
         for rank in answer.get("ranks", []):
-            place = rank["parallelism_info"]
-            name = f"tp{place['tp_rank']}" + (f"-pp{place['pp_rank']}" if place["pp_size"] > 1 else "")
-            found[name if place["role"] == "target" else f"{place['role']} {name}"] = dict(rank["checksums"])
+            place = rank["parallelism_info"][0]
+            name = f"tp{place['tp_rank']}"
+            name += f"-pp{place['pp_rank']}" if place["pp_size"] > 1 else ""
+            name += f"-dp{place['dp_rank']}" if place["dp_size"] > 1 else ""
+            found[name] = dict(rank["checksums"])
         return found
 
     def generate(

@@ -52,7 +52,7 @@ _TABLE: Sequence[tuple[Cause, str, str]] = (
     ),
     (
         Cause.BAD_ARGUMENT,
-        r"launch_server\.py: error: |error: unrecognized arguments|error: argument ",
+        r"(launch_server\.py|sglang serve): error: ",
         "compare the flags with this SGLang version: python -m sglang.launch_server --help",
     ),
     (Cause.PORT_TAKEN, r"address already in use", "choose another port, or let moepress choose a free one"),
@@ -105,7 +105,7 @@ _COMPILED = tuple((cause, re.compile(pattern, re.IGNORECASE), hint) for cause, p
 # An exception's own line ("RuntimeError: ...", "torch.OutOfMemoryError: ..."), argparse's complaint, or our plug-in's.
 _EXCEPTION = re.compile(
     r"^(?:\[[^\]]*\] )?"
-    r"(?:[\w.]+(?:Error|Exception|Exit|Interrupt)\b.*|\S*launch_server\.py: error: .*"
+    r"(?:[\w.]+(?:Error|Exception|Exit|Interrupt)\b.*|(?:\S*launch_server\.py|sglang serve): error: .*"
     r"|moepress CPU lab: (?:made|this).*)"
 )
 _ECHO = re.compile(r"Received sigquit|KeyboardInterrupt|BrokenPipeError|ConnectionResetError|EOFError")
