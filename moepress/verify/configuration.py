@@ -25,7 +25,10 @@ def check_configuration(output: OutputFiles, source: Checkpoint | None, family: 
         findings.problem("config.json", "has no quantization_config")
         return
     # packed experts keep the description their publishers gave them, where they gave it, whatever this matcher makes of it
-    carried = source is not None and quantization == _described(source.config, family)
+    if source is not None:
+        carried = quantization == _described(source.config, family)
+    else:
+        carried = output.report.get("layout") == "source"
     if not carried and text is not output.config and "quantization_config" in text:
         findings.problem("config.json", "has a second quantization_config in its text part")
     if source is not None and _without_quantization(output.config, family) != _without_quantization(
