@@ -6,23 +6,29 @@ Packed INT4 and KV scales are carried, not made here, so no rule of the recipe h
     g_idx (act order)       experts of several ranks need their scales unsplit then
     packed INT4 elsewhere   attention and shared experts are built dense (MLA absorbs kv_b_proj)
     k_scale, v_scale …      dropped without a word, or multiplied on reading and never divided on writing
+    kv_cache_scheme         in a description that is carried whole, it turns the FP8 cache on, at a scale of 1.0
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from moepress.convert.decide import Decision
 from moepress.errors import PlanRefused
 from moepress.formats.families import Component
+from moepress.formats.quantization_config import parse_source_quantization
 from moepress.formats.runtime_contract import Contract
 
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
 """Ends of the names under which tools have stored scales of the KV cache."""
 
 
-def check_carried(decisions: Mapping[str, Decision], contract: Contract) -> None:
-    """Holds every carried weight against the contract.
+def check_carried(config: Mapping[str, Any], decisions: Mapping[str, Decision], contract: Contract) -> None:
+    """Holds every carried weight, and a description that is carried with them, against the contract.
+
+    Args:
+        config: the source's config.json.
 
     Raises:
         PlanRefused: with every kind that does not fit, each with a count and up to three names.
@@ -47,12 +53,15 @@ def check_carried(decisions: Mapping[str, Decision], contract: Contract) -> None
             f"KV scales, whose effect in this server is: {contract.kv_scales.effect} ({contract.kv_scales.evidence})",
             (name for name in decisions if name.endswith(KV_SCALES)),
         )
+        carried_whole = not any(d.action == "quantize" for d in decisions.values())
+        if carried_whole and parse_source_quantization(config).kv_cache_scheme:
+            problems.append("a kv_cache_scheme in config.json: the KV cache would be FP8 at a scale of 1.0")
     if problems:
         raise PlanRefused(
             f"the source holds what {contract.server} {contract.version} does not read as it is meant:\n  "
             + "\n  ".join(problems),
             where=contract.family,
-            hint="convert the publisher's FP8 or BF16 checkpoint; KV scales have to be taken out of the source",
+            hint="convert the publisher's FP8 or BF16 checkpoint; KV scales and their scheme have to be taken out",
         )
 
 

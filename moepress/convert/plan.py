@@ -98,7 +98,8 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, *, calibration: str | None
     check_census(checkpoint, storage)
     decisions = decide(checkpoint, storage, family, recipe)
     check_parallel(checkpoint.config, recipe)
-    check_carried(decisions, contract_for(recipe.serving.server, recipe.serving.version, family.key))
+    contract = contract_for(recipe.serving.server, recipe.serving.version, family.key)
+    check_carried(checkpoint.config, decisions, contract)
     description = describe(checkpoint.config, family, recipe, decisions)
     weights = [(d, plan_outputs(d, recipe, fp8_scale_suffix=description.fp8_scale_suffix)) for d in decisions.values()]
     shards = assign_shards(weights, shard_size=recipe.output.shard_size)
