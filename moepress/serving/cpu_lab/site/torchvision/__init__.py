@@ -4,6 +4,7 @@ SGLang imports the image code of all its models, and that imports torchvision. T
 patch version and brings nothing that a text model needs. Here every name can be imported; whoever calls one is told.
 """
 
+from torchvision import io, transforms  # noqa: F401 - before __getattr__, which would answer for them
 from torchvision.absent import lookup
 
 __version__ = "0.0.0"

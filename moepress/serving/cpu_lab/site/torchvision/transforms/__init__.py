@@ -3,6 +3,7 @@
 from enum import Enum
 
 from torchvision.absent import lookup
+from torchvision.transforms import functional, v2  # noqa: F401 - before __getattr__, which would answer for them
 
 __getattr__ = lookup(__name__)
 
