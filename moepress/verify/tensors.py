@@ -186,7 +186,9 @@ class WeightCheck:
                 self.findings.problem(name, "quantized, but no receipt mentions it")
             return
         claimed = record.get("relative_error")
-        if claimed is None or abs(claimed - relative) > 1e-5 + 1e-4 * relative:
+        # AWQ's factors are fitted here, which flatters the measured error a little
+        tolerance = 1e-5 + (2e-2 if record.get("awq_alpha") else 1e-4) * relative
+        if claimed is None or abs(claimed - relative) > tolerance:
             self.findings.problem(name, f"relative error is {relative:.6f}, its receipt says {claimed}")
 
     def _group_size(self, columns: int) -> int | None:

@@ -73,7 +73,7 @@ def test_other_hessians(mode: str, tmp_path: Path) -> None:
     assert verify(tmp_path / "out", source.folder).problems == ()
 
 
-@pytest.mark.parametrize("units", [1, 4, 7])
+@pytest.mark.parametrize("units", [1, 3, 5])
 def test_resumed_after_any_unit_the_bytes_are_those_of_one_run(units: int, tmp_path: Path) -> None:
     """Finished layers are run with the integers already written, so what comes after them does not change."""
     source = build("kimi", tmp_path / "src")
