@@ -6,12 +6,13 @@ examples/tiny_kimi) is written out the way Kimi K2 ships, pressed, verified, and
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(os.path.relpath(Path(__file__).resolve().parent))
 
 
 def step(title: str, *command: str) -> None:
@@ -28,7 +29,11 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     source, pressed = str(out / "tiny-kimi-fp8"), str(out / "tiny-kimi-int4")
-    recipe = ["--recipe", "kimi-k2-bf16", "--set", "serving.tensor_parallel=1"]
+    recipe = ["--recipe", "kimi-k2-bf16", "--set", "serving.tensor_parallel=1", "--set", "weights.algorithm=gptq"]
+    recipe += ["--set", f"calibration.text={HERE / 'tiny_kimi' / 'calibration.txt'}"]
+    heldout = [
+        part for path in sorted((HERE / "tiny_kimi" / "heldout").glob("*.txt")) for part in ("--text", str(path))
+    ]
     step(
         "A block-FP8 checkpoint, written as Kimi K2 ships",
         sys.executable,
@@ -39,6 +44,11 @@ def main() -> None:
     step("What would pressing it need and give?", "moepress", "plan", source, pressed, *recipe)
     step("Press", "moepress", "convert", source, pressed, *recipe)
     step("Re-read every tensor with other people's code", "moepress", "verify", pressed, "--source", source)
+    step(
+        "How far is it from the source, layer by layer?",
+        *("moepress", "fidelity", pressed, "--source", source, *heldout),
+        *("--samples", "8", "--length", "256", "--picture", str(out / "errors.svg")),
+    )
     step("Load it in transformers and hold it against the source", sys.executable, str(HERE / "judge.py"), pressed)
     print(f"\nThe pressed checkpoint is in {pressed}; its receipts are in {pressed}/.moepress.")
 
