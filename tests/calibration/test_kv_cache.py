@@ -132,6 +132,7 @@ def test_a_small_scale_clips_and_is_counted(tmp_path: Path) -> None:
 
 
 def test_equal_scales_everywhere_are_suspicious() -> None:
+    """KV-08: calibration that saw a constant, or a default never replaced."""
     constant = [LayerCache(index, {"k": 1.0, "v": 2.0 + index}, {}, {}) for index in range(3)]
     assert suspicious(constant) == ["k: the same largest value 1 in all 3 layers"]
     assert suspicious(constant[:1]) == []

@@ -123,6 +123,7 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_peak_does_not_grow_with_layers_and_keeps_to_the_estimate(two_layers: dict[str, Any], tmp_path: Path) -> None:
+    """AW-05: weights are streamed layer by layer, experts in blocks; nothing is unpacked up front."""
     four_layers = run(tmp_path, layers=4, threads=1)
     config = {**CONFIG, "num_hidden_layers": 4}
     needed = memory_need(config, samples=SAMPLES, length=LENGTH, batch_size=2, expert_bytes=EXPERT_BYTES)

@@ -131,7 +131,7 @@ def test_inputs_that_are_not_finite_are_named(scratch: Scratch) -> None:
 
 @pytest.mark.parametrize("key", ["deepseek_v3", "glm_moe_dsa"])
 def test_padding_changes_nothing(scratch: Scratch, key: str) -> None:
-    """One 7-token text alone, and padded to 64: the same moments."""
+    """GQ-08: one 7-token text alone, and padded to 64: the same moments."""
     config, model = whole_model(key)
     source = published(key, model)
     text = torch.randint(3, 128, (1, 7), generator=torch.Generator().manual_seed(1))

@@ -9,50 +9,56 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.cases.rewritten import rewrite_json
 from tests.pressing import press
 from tests.tiny_checkpoints import build
 
 READ = """
 import importlib, json, sys
-from transformers import AutoTokenizer
-sys.path.insert(0, sys.argv[1] + "/..")
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
 conversation = [{"role": "user", "content": "Grüße"}, {"role": "assistant", "content": "Hi"}]
 answers = []
-for folder in sys.argv[2:]:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    answers.append([tokenizer.apply_chat_template(conversation, tokenize=False), tokenizer.encode("def f(x): 你好")])
-code = importlib.import_module("out.tokenization_tiny")
-print(json.dumps([answers, list(code.roles())]))
+for number, folder in enumerate(sys.argv[1:]):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(conversation, tokenize=False)
+    sys.path.insert(0, str(Path(folder).parent))
+    code = importlib.import_module(Path(folder).name + ".tokenization_tiny")
+    assert Path(code.__file__).parent == Path(folder)
+    answers.append([text, tokenizer.encode("def f(x): 你好"), list(code.roles())])
+    for name in [name for name in sys.modules if name.startswith(("src", "out"))]:
+        del sys.modules[name]
+print(json.dumps(answers))
 """
 
 OTHER = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
 
 
-@pytest.mark.parametrize("place", ["jinja", "tokenizer_config", "both"])
-def test_tokenizer_code_and_template_work_from_the_output_alone(place: str, tmp_path: Path) -> None:
+def test_tokenizer_code_and_template_work_from_the_output_alone(tmp_path: Path) -> None:
     """SC-01, SC-04: in a process of its own, without the network; the template in either place, or in both and different."""
-    source = build("kimi", tmp_path / "src")
-    if place != "jinja":
-        rewrite_json(source.folder / "tokenizer_config.json", lambda config: config.update(chat_template=OTHER))
-    if place == "tokenizer_config":
-        (source.folder / "chat_template.jinja").unlink()
-    press(source.folder, tmp_path / "out", "kimi")
+    folders = []
+    for place in ("jinja", "tokenizer_config", "both"):
+        source, out = build("kimi", tmp_path / place / "src").folder, tmp_path / place / "out"
+        if place != "jinja":
+            rewrite_json(source / "tokenizer_config.json", lambda config: config.update(chat_template=OTHER))
+        if place == "tokenizer_config":
+            (source / "chat_template.jinja").unlink()
+        press(source, out, "kimi")
+        assert present(out) == present(source)
+        folders += [source, out]
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(tmp_path / "out"), str(tmp_path / "src"), str(tmp_path / "out")],
+        [sys.executable, "-c", READ, *map(str, folders)],
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "USE_TORCH": "0", "PYTHONDONTWRITEBYTECODE": "1"},
     )
-    answers, roles = json.loads(done.stdout)
-    before, after = answers
-    assert before == after
-    assert "Grüße" in after[0]
-    assert roles == ["system", "user", "assistant", "tool"]
-    assert present(tmp_path / "out") == present(source.folder)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert len(answers) == 6
+    for before, after in zip(answers[::2], answers[1::2], strict=True):
+        assert before == after
+        assert "Grüße" in after[0]
 
 
 def present(folder: Path) -> dict[str, Any]:

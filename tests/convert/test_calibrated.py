@@ -56,6 +56,7 @@ def test_experts_without_a_single_token_are_quantized_and_say_so(tmp_path: Path)
 
 @pytest.mark.parametrize("algorithm", ["awq", "awq+gptq"])
 def test_awq_factors_cancel_between_up_and_down(algorithm: str, tmp_path: Path) -> None:
+    """AW-03: layer 0 dense, the others MoE: pairs are found per expert, and no layernorm or router takes part."""
     source = build("kimi", tmp_path / "src")
     press(source.folder, tmp_path / "out", "kimi", f"weights.algorithm={algorithm}", *SMALL)
     assert verify(tmp_path / "out", source.folder).problems == ()
