@@ -1,6 +1,6 @@
 """Rounding to nearest on one core: nanoseconds per weight, side by side with compressed-tensors' own functions.
 
-    python benchmarks/bench_rtn_kernel.py --rows 512 --columns 7168 --rounds 7
+    python -m benchmarks.bench_rtn_kernel --rows 512 --columns 7168 --rounds 7
 
     moepress max | mse     rtn_band: codes, scales and error sums, into buffers that are reused
     compressed-tensors     calculate_qparams and quantize in float32: codes and scales, the same as ``max``

@@ -12,8 +12,7 @@ factor of H⁻¹, which costs three factorizations' work; this one needs a third
 comes for free. (Frantar et al., arXiv:2210.17323; the equivalence is Chee et al., arXiv:2307.13304, theorem 6.)
 
 Damping: δ is a fraction of the mean diagonal, 0.01 first, then 0.1 and 1.0 when the matrix is still not positive
-    definite in
-float32. A column that no token excited (diagonal 0) has at least δ, so it is rounded to nearest. What was used is
+definite in float32. A column that no token excited (diagonal 0) has δ, so it is rounded to nearest. What was used is
 recorded; when nothing helps the answer is an ``Unfactorable`` with its reason, never the identity.
 """
 

@@ -3,8 +3,7 @@
     relative error = sqrt(Σ (w − q s)² / Σ w²)          SQNR = 10 · log10(Σ w² / Σ (w − q s)²)  in dB
 
 The sums are kept, not the ratios: rows, bands, experts and layers are combined by adding, in float64. Four bits in
-    groups
-of 128 give about 20 dB on Gaussian weights; every bit more or less is about 6 dB.
+groups of 128 give about 20 dB on Gaussian weights; every bit more or less is about 6 dB.
 """
 
 from __future__ import annotations

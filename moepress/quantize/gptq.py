@@ -8,18 +8,15 @@ that keep
 small. The steps:
 
 1. ``factorize``: columns ordered by diag(H), H + δI = UᵀU. gate and up read the same input: stack them as rows of one
-W, and one
-   factor serves both. With one Hessian for the whole layer, one factor serves every expert.
+   W, and one factor serves both. With one Hessian for the whole layer, one factor serves every expert.
 2. Scales: the least error of each group weighted by diag(H) (``mse``), or max|w| / 7.5 (``max``). Groups are those of
-the original
-   column order (activation order ``static``), so the file needs no g_idx.
+   the original column order (activation order ``static``), so the file needs no g_idx.
 3. Rounding from the last column to the first. The sum over columns already done is one matrix product per 256
-columns, a second
-   one per 64 inside, and a compiled loop for what is left.
+   columns, a second one per 64 inside, and a compiled loop for what is left.
 4. ``polish`` passes: scales refitted in closed form and codes moved one by one while the loss falls.
 
 The layout is [column, row]: rows are independent, so they fill the SIMD lanes, and the column order costs nothing.
-Work is R · C² multiply-adds a pass plus C³/6 for the factor; memory per expert at a time is 4 C² + 9 R C bytes beside
+Work is R C² / 2 multiply-adds plus C³ / 6 for the factor; memory per expert at a time is 4 C² + 9 R C bytes beside
 its inputs, half as much again with polishing.
 
 An expert whose Hessian cannot be factored is rounded to nearest with searched scales, and says so in its outcome.

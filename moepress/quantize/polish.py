@@ -1,21 +1,19 @@
 """Polishing: coordinate descent on codes and scales after GPTQ, while the loss falls.
 
 GPTQ never looks back: a column is rounded once, knowing only the columns before it. Here every group's scale is
-    refitted in
-closed form and every code may move to the integer that is best given all the others. With D = W − Q s and P = D (H +
-δI), one step in one row changes the loss tr(D (H + δI) Dᵀ) by
+refitted in closed form and every code may move to the integer that is best given all the others. With D = W − Q s and
+P = D (H + δI), one step in one row changes the loss tr(D (H + δI) Dᵀ) by
 
-    scale of a group by t:  −2 t Σ_k q_k P_k + t² Σ_jk q_j h_jk q_k      best t = Σ q P / Σ q h q, rounded so that s +
-        t is BF16
-    code of a column by i:  −2 i s P_k + (i s)² h_kk                     best i = P_k / (h_kk s), rounded to an integer
+    scale of a group by t    −2 t Σ_k q_k P_k + t² Σ_jk q_j h_jk q_k    best t = Σ q P / Σ q h q, s + t rounded to BF16
+    code of a column by i    −2 i s P_k + (i s)² h_kk                   best i = P_k / (h_kk s), rounded to an integer
 
-and is taken only when that is negative: a pass cannot raise the loss. For one block of columns after the other: P by
-    one
-matrix product, refit the block's scales, move its codes, update D. The layout is [expert, column, row], as in
-gptq_batched.py; the sequential part is ``move_codes_plain`` here or the compiled polish_kernel.py, interchangeable.
+and is taken only when that is negative: a pass cannot raise the loss. For one block of columns after the other, P comes
+from one matrix product, the block's scales are refitted, its codes moved, and D updated. The layout is [expert, column,
+row], as in gptq_batched.py; the sequential part is ``move_codes_plain`` here or the compiled polish_kernel.py,
+interchangeable.
 
-One pass is 2 R C² multiply-adds, twice GPTQ's own sweep; the first two bring most of what there is. A group as wide
-as the row keeps its scale.
+One pass is R C² multiply-adds, twice GPTQ's own sweep; the first two bring most of what there is. A group wider than a
+block of columns keeps its scale.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Group peaks, scale search and rounding as compiled passes over memory that is in cache.
 
 Rounding walks one row at a time: largest magnitude of each group → scale → codes → error sums, in tiles of ``TILE``
-    columns whose
-working set stays in the first-level cache. Sums go to ``TILE`` independent float64 lanes: SIMD at any vector width,
-and the same bits at every one, because no addition is ever reassociated.
+columns whose working set stays in the first-level cache. Sums go to ``TILE`` independent float64 lanes: SIMD at any
+vector width, and the same bits at every one, because no addition is ever reassociated.
 
 The scale search puts ``LANES`` groups side by side (a transposed copy of their weights, lane = group) and walks their
 weights once per candidate k, so there is nothing to reduce:
 
     error_k = Σ_j h_j (w_j − s_k · clamp(round(w_j / s_k)))²,   in the order of j;  least wins, the first of equals
 
-h is 1 for plain rounding and diag(H) for GPTQ. The transposed copy costs one pass and is paid back by 16 candidates.
+h is 1 for plain rounding and diag(H) for GPTQ. The transposed copy costs one pass and is paid back by 17 candidates.
 
 Two tricks let the loops vectorise without ``fastmath``. Magnitudes are compared as integers: the bits of |x| order
 like |x|, and NaN and inf are the values from 0x7f800000 up, so they are found for free. Rounding half to even is
