@@ -59,8 +59,7 @@ def factorize(hessian: torch.Tensor, ladder: Sequence[float] = DAMPENING_LADDER)
     """Factor one Hessian on the CPU.
 
     A blocked Cholesky: panels of 256 rows, the work in matrix products. About twice as fast as LAPACK's own on one
-        thread at
-    2,048 columns, and it stops at the first panel that fails.
+    thread at 2,048 columns, and it stops at the first panel that fails.
 
     Args:
         hessian: float32 [C, C], symmetric, both triangles filled; read only. Its scale does not matter to the codes.

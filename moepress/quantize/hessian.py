@@ -2,8 +2,9 @@
 
     H = (2/n) Σ_t w_t x_t x_tᵀ        [C, C] float32, over the n tokens that reached the weight
 
-with w_t = 1 unless said otherwise, so that tr(D H Dᵀ) is twice the mean squared error that a change D of the weight makes in its output. Weights w_t put
-more on tokens whose error reaches the model's output: the router's probability squared, for an expert.
+with w_t = 1 unless said otherwise, so that tr(D H Dᵀ) is twice the mean squared error that a change D of the weight
+makes in its output. Weights w_t put more on tokens whose error reaches the model's output: the router's probability
+squared, for an expert.
 
 **Few tokens: shrink.** H of n tokens in C dimensions has rank n at most, and trusting it overfits. So, with
 λ = C / (n + C),
