@@ -29,9 +29,13 @@ def main() -> None:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
     from llmcompressor import model_free_ptq
 
-    weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=arguments.group_size)
+    weights = QuantizationArgs(
+        num_bits=4, type="int", symmetric=True, strategy="group", group_size=arguments.group_size
+    )
     config = QuantizationConfig(
-        config_groups={"group_0": QuantizationScheme(targets=[EXPERTS], weights=weights)}, ignore=["lm_head"], format="pack-quantized"
+        config_groups={"group_0": QuantizationScheme(targets=[EXPERTS], weights=weights)},
+        ignore=["lm_head"],
+        format="pack-quantized",
     )
     model_free_ptq(
         arguments.source,

@@ -162,7 +162,7 @@ def decode_band(
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _decode_loop(codes, scale, block_rows, block_columns, first_row, out):  # type: ignore[no-untyped-def]
     bits = out.view(np.int32)
-    not_a_number = 0
+    not_a_number = np.int64(0)
     rows, columns = codes.shape
     for r in range(rows):
         row, target, values = codes[r], bits[r], out[r]
@@ -174,7 +174,7 @@ def _decode_loop(codes, scale, block_rows, block_columns, first_row, out):  # ty
             nans += is_nan
             sign, fields = (code & np.int32(0x80)) << np.int32(24), magnitude << np.int32(20)
             target[c] = sign | fields | is_nan * np.int32(0x7F800000)
-        not_a_number += nans
+        not_a_number += np.int64(nans)
         scale_row = (r + first_row) // block_rows
         for b in range((columns + block_columns - 1) // block_columns):
             s = scale[scale_row, b]
