@@ -72,9 +72,9 @@ def test_every_mtp_tensor_arrives_and_config_announces_the_layer(
 def test_the_sparse_indexer_is_carried_with_its_scales(
     family: str, tiny: Callable[[str], TinyCheckpoint], tmp_path: Path
 ) -> None:
-    """CF-12: wk and wq_b as FP8 with the same codes and scales, the rest of the indexer bit for bit."""
+    """CF-12: wk and wq_b as FP8 with the same codes and scales, the rest of the indexer bit for bit; the MTP layer's too."""
     source = tiny(family)
-    press(source.folder, tmp_path / "out", family)
+    press(source.folder, tmp_path / "out", family, "mtp.rest=source")
     output = tensors_of(tmp_path / "out")
     indexer = [name for name in source.tensors if ".self_attn.indexer." in name]
     assert any(name.endswith("wk.weight_scale_inv") for name in indexer)
