@@ -165,7 +165,11 @@ def _sweep(
         for slot, tokens in enumerate(moments.tokens.tolist()):
             hessian = hessians if hessians.ndim == 2 else hessians[slot]
             aimed = error_aware_target(
-                weight[slot], _mean(moments.cross[slot], float(moments.mass[slot])), hessian, tokens
+                weight[slot],
+                _mean(moments.cross[slot], float(moments.mass[slot])),
+                hessian,
+                tokens,
+                strength=1 - shrinkage(tokens, weight.shape[-1]),  # with few tokens the correction is mostly noise
             )
             target[slot], changes[slot] = aimed.weight, aimed.change
     calibration = recipe.calibration
