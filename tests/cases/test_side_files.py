@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cases.rewritten import rewrite_json
 from tests.pressing import press
 from tests.tiny_checkpoints import build
@@ -34,6 +36,7 @@ print(json.dumps(answers))
 OTHER = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
 
 
+@pytest.mark.slow
 def test_tokenizer_code_and_template_work_from_the_output_alone(tmp_path: Path) -> None:
     """SC-01, SC-04: in a process of its own, without the network; the template in either place, or in both and different."""
     folders = []
