@@ -6,6 +6,7 @@ import os
 
 # Before torch loads MKL, as the command line does: matrix products give the same bits with any number of threads.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable
 

@@ -339,7 +339,7 @@ def test_a_missing_folder_and_a_hub_id_are_told_apart(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     error = refusal(tmp_path / "nowhere")
     assert "no folder" in error.what
-    assert error.hint is None
+    assert "config.json" in str(error.hint)
     assert "hf download moonshotai/Kimi-K2-Instruct --local-dir DIR" in str(refusal("moonshotai/Kimi-K2-Instruct").hint)
 
 
