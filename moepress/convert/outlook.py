@@ -86,6 +86,10 @@ class Outlook:
                 f"{self.time.press_rate / 1e9:.2f} GB/s, writing {self.time.write_rate / 1e9:.2f} GB/s; "
                 f"bound by {self.time.bound_by})"
             )
+            if self.plan is not None and self.plan.recipe.calibrated:
+                text.append(
+                    "that is for rounding and the disk alone: calibration comes on top, and is not estimated yet"
+                )
         return text
 
     def as_json(self) -> dict[str, Any]:
