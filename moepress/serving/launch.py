@@ -26,7 +26,8 @@ _CPU_LAB_FLAGS = (
     *("--cuda-graph-backend-decode", "disabled"),
     *("--cuda-graph-backend-prefill", "disabled"),
 )
-_CPU_LAB_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+# One thread: with tiny models a second one waits more than it works, and on a busy machine all the time.
+_CPU_LAB_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 _CPU_LAB_TOKENS = 20_000  # without a limit SGLang takes most of the machine's memory
 
 

@@ -98,6 +98,7 @@ def loaded(
             "PYTHONPATH": f"{CPU_LAB}:{RECORDER}",
             "SGLANG_USE_CPU_ENGINE": "1",
             "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
         },
         capture_output=True,
         text=True,
