@@ -11,6 +11,7 @@ Pieces of a weight are independent, so any number of threads presses the same by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ class Scratch:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
         """An uninitialised array that is valid until the next ``take`` of the same name."""
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < count or buffer.dtype != dtype:
             buffer = self._buffers[name] = np.empty(count, dtype)
@@ -212,7 +213,7 @@ def _tiles(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (shape[0], shape[1]) if len(shape) == 2 else (1, int(np.prod(shape)))
+    return (shape[0], shape[1]) if len(shape) == 2 else (1, math.prod(shape))
 
 
 def _bytes(array: np.ndarray[Any, Any]) -> Bytes:
