@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   ?= demo-out
 
-.PHONY: demo test test-fast style bench clean
+.PHONY: demo test test-fast style bench sglang-cpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,13 @@ style: $(VENV)/.installed  ## formatting, lint, types, and imports that point on
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+.venv-sglang/.installed: requirements/sglang-cpu.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --no-deps --requirement requirements/sglang-cpu.txt
+	touch $@
+
+sglang-cpu: .venv-sglang/.installed  ## SGLang 0.5.23 for the CPU lab, in an environment of its own (3.5 GB); the serving tests find it
 
 bench: $(VENV)/.installed  ## side by side with the peers; writes JSON under benchmarks/results
 	$(BIN)/python benchmarks/run_all.py
