@@ -34,8 +34,8 @@ from moepress.calibration.text import CalibrationSet
 from moepress.convert.expert_block import LayerInputs, PressedBlock, press_block
 from moepress.convert.journal import Journal
 from moepress.convert.layout import PROJECTIONS, ShardPlan
-from moepress.convert.plan import PRESS_VERSION, ConversionPlan
-from moepress.convert.units import METADATA
+from moepress.convert.plan import ConversionPlan
+from moepress.convert.units import METADATA, make_receipt
 from moepress.errors import QuantizeError
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import expert_count, text_config
@@ -234,17 +234,7 @@ class _LayerShards:
         assert writer is not None  # noqa: S101 (closed once, after it was opened)
         self._writer = None
         writer.__exit__(None, None, None)
-        receipt = {
-            "unit": shard.name,
-            "label": shard.label,
-            "plan_key": self._plan.key,
-            "press_version": PRESS_VERSION,
-            "sha256": writer.sha256,
-            "file_bytes": writer.file_bytes,
-            "tensors": len(shard.tensors),
-            "weights": self._records,
-            "seconds": round(time.monotonic() - self._started, 3),
-        }
+        receipt = make_receipt(shard, self._plan, writer, self._records, self._started)
         self._journal.write_receipt(shard.name, receipt)
         self._watcher.unit_done(receipt)
 

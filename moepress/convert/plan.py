@@ -18,7 +18,7 @@ from moepress.convert.layout import ShardPlan, assign_shards, plan_outputs
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights
 from moepress.formats.checkpoint import Checkpoint
-from moepress.formats.families import Component, Family, identify_family
+from moepress.formats.families import Family, identify_family
 from moepress.formats.runtime_contract import contract_for
 from moepress.formats.sizes import tensor_parallel_problems
 from moepress.formats.storage import StoredWeight, resolve_storage
@@ -220,10 +220,3 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
-
-
-def experts_of(plan: ConversionPlan) -> int:
-    """How many routed-expert matrices the plan quantizes."""
-    return sum(
-        d.action == "quantize" and d.identity.component is Component.ROUTED_EXPERT for d in plan.decisions.values()
-    )

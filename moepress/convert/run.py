@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from moepress.convert.estimate import check_disk
 from moepress.convert.finish import finish
 from moepress.convert.journal import Journal
+from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan, make_plan
 from moepress.convert.units import Pool, run_unit
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
@@ -90,7 +91,7 @@ def convert(
     done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
     check_disk(plan, out, finished=set(done))
     with journal.open(), TensorReader(checkpoint) as reader, Pool(threads or os.cpu_count() or 1) as pool:
-        watcher.begin(plan, sum(shard_source_bytes(plan, s.name) for s in plan.shards if s.name in done))
+        watcher.begin(plan, sum(shard_source_bytes(plan, s) for s in plan.shards if s.name in done))
         for shard in plan.shards:
             if shard.name in done or (recipe.calibrated and shard.layer is not None):
                 continue
@@ -134,7 +135,6 @@ def calibration_samples(checkpoint: Checkpoint, recipe: Recipe, *, trust_remote_
     )
 
 
-def shard_source_bytes(plan: ConversionPlan, shard_name: str) -> int:
+def shard_source_bytes(plan: ConversionPlan, shard: ShardPlan) -> int:
     """Source bytes that go into a shard."""
-    shard = next(shard for shard in plan.shards if shard.name == shard_name)
-    return sum(part.nbytes for weight in shard.weights for part in plan.decisions[weight.name].stored.parts.values())
+    return sum(plan.decisions[weight.name].stored.nbytes for weight in shard.weights)

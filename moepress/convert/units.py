@@ -103,6 +103,19 @@ def run_unit(
             progress(_source_bytes(piece))
             if collecting.complete:
                 records[collecting.plan.name] = collecting.finish(plan.recipe, order)
+    return make_receipt(shard, plan, writer, records, started)
+
+
+def make_receipt(
+    shard: ShardPlan, plan: ConversionPlan, writer: ShardWriter, records: dict[str, dict[str, Any]], started: float
+) -> dict[str, Any]:
+    """What the journal keeps of a finished shard.
+
+    Args:
+        writer: after its block has ended, so that the shard is durable and its SHA-256 known.
+        records: by weight, what was done to it.
+        started: ``time.monotonic()`` when work on the shard began.
+    """
     return {
         "unit": shard.name,
         "label": shard.label,
@@ -110,7 +123,7 @@ def run_unit(
         "press_version": PRESS_VERSION,
         "sha256": writer.sha256,
         "file_bytes": writer.file_bytes,
-        "tensors": len(tensors),
+        "tensors": len(shard.tensors),
         "weights": records,
         "seconds": round(time.monotonic() - started, 3),
     }

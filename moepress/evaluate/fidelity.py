@@ -22,11 +22,10 @@ from moepress.calibration.divergence import Divergence, compare_streams
 from moepress.calibration.layer_runner import RunSettings, Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import default_documents, load_tokenizer, make_samples, read_documents
+from moepress.convert.layout import PROJECTIONS
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import classify, identify_family, text_config
 from moepress.verify.files import STATE
-
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
