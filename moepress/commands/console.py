@@ -1,0 +1,63 @@
+"""The two streams of a command, and figures for people. Data goes to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table without lines: `columns` to the left, then `right` to the right, where figures belong."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in columns:
+        made.add_column(heading)
+    for heading in right:
+        made.add_column(heading, justify="right")
+    return made
+
+
+def size(count: float) -> str:
+    """Bytes for people, binary: ``703.72 GiB``; the unit that every memory figure here uses."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def params(count: int) -> str:
+    """Parameters for people: ``753.33 B``, ``7.86 M``."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return str(count)
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def next_step(command: str) -> None:
+    """The command to run next, alone on its line so that it can be copied."""
+    stdout.print(f"\nnext: [bold]{command}[/bold]", soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Talk, on stderr."""
+    stderr.print(text, soft_wrap=True)
+
+
+def warnings(texts: tuple[str, ...]) -> None:
+    for text in texts:
+        stderr.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)

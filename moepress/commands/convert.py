@@ -1,0 +1,98 @@
+"""``moepress convert``: press a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moepress.commands.console import duration, next_step, note, size, stderr, stdout, table
+from moepress.commands.options import (
+    AsJson,
+    Overrides,
+    RecipeName,
+    Source,
+    Threads,
+    TrustRemoteCode,
+    print_json,
+    recipe_words,
+)
+from moepress.commands.progress import ConvertProgress
+
+if TYPE_CHECKING:
+    from moepress.convert.run import Conversion
+    from moepress.recipe import Recipe
+
+
+def convert(
+    source: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder, or one to resume.")],
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Press SRC into OUT. Stopped at any moment, the same command resumes."""
+    from moepress.convert.finish import broken_limits
+    from moepress.convert.run import convert as run_convert
+    from moepress.recipe import load_recipe
+
+    loaded: Recipe = load_recipe(recipe, overrides or ())
+    command = f"moepress convert {source} {out} --recipe {recipe_words(recipe, overrides)}"
+    try:
+        with ConvertProgress(quiet=as_json) as progress:
+            result = run_convert(
+                source, out, loaded, threads=threads, trust_remote_code=trust_remote_code, watcher=progress
+            )
+    except KeyboardInterrupt:
+        note(f"stopped; finished shards are kept. To resume:\n  {command}")
+        raise typer.Exit(130) from None
+    broken = broken_limits(result.plan, result.report)
+    if as_json:
+        print_json(
+            {
+                **result.report,
+                "seconds": round(result.seconds, 3),
+                "resumed_shards": result.resumed,
+                "broken_limits": broken,
+            }
+        )
+    else:
+        show(result, broken)
+        next_step(f"moepress verify {out} --source {source}")
+    if broken:
+        raise typer.Exit(1)
+
+
+def show(result: Conversion, broken: list[str]) -> None:
+    report, plan = result.report, result.plan
+    resumed = f", {result.resumed} of {len(plan.shards)} shards from an earlier run" if result.resumed else ""
+    ratio = report["output_bytes"] / max(1, report["source_bytes"])
+    stdout.print(
+        f"[bold]{size(report['source_bytes'])} → {size(report['output_bytes'])}[/bold] ({ratio:.1%}) in {duration(result.seconds)}"
+        f", {len(plan.shards)} shards{resumed}, layout {report['layout']}"
+    )
+    quantized = report["quantized"]
+    rows = table("weights", "what became of them")
+    rows.columns[0].justify = "right"
+    weights = plan.recipe.weights
+    if quantized["weights"]:
+        how = f"INT{weights.num_bits}, group {weights.group_size}, {weights.algorithm} with {weights.scale} scales"
+        error = (
+            f"relative error mean {quantized['relative_error_mean']:.4f}, worst {quantized['relative_error_max']:.4f}"
+        )
+        rows.add_row(f"{quantized['weights']:,}", f"{how}: {error}")
+    for reason, count in sorted(report["kept"].items(), key=lambda item: -item[1]):
+        rows.add_row(f"{count:,}", reason)
+    stdout.print(rows)
+    if quantized["worst"]:
+        stdout.print("\nleast exact:")
+        for entry in quantized["worst"][:3]:
+            db = "" if entry["sqnr_db"] is None else f", {entry['sqnr_db']:.1f} dB"
+            stdout.print(f"  {entry['weight']}  relative error {entry['relative_error']:.4f}{db}", soft_wrap=True)
+    for name, reason in list(report["fallbacks"].items())[:20]:
+        stdout.print(f"[yellow]fallback:[/yellow] {name}: {reason}", soft_wrap=True)
+    for problem in broken:
+        stderr.print(f"[red]limit broken:[/red] {problem}", soft_wrap=True)

@@ -1,0 +1,77 @@
+"""``moepress fidelity``: where the error enters, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moepress.commands.console import stdout, table
+from moepress.commands.options import AsJson, TrustRemoteCode, print_json, size_option
+from moepress.commands.progress import Bar
+
+if TYPE_CHECKING:
+    from moepress.evaluate.fidelity import Fidelity
+
+
+def fidelity(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
+    source: Annotated[Path, typer.Option("--source", metavar="SRC", help="The checkpoint it was made from.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text", metavar="FILE", help="Held-out .txt or .jsonl; may be repeated [default: the shipped text]."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each text.")] = 32,
+    length: Annotated[int, typer.Option(min=16, help="Tokens a sample.")] = 512,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="For activations, and again for experts in work.")
+    ] = "4GiB",
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the map of errors.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare OUT with SRC on held-out text, layer by layer: KL, agreement, perplexity, and where the error enters."""
+    from moepress.evaluate.fidelity import draw, measure_fidelity
+    from moepress.recipe import parse_size
+
+    texts: dict[str, Path | None] = {path.stem: path for path in text or ()} or {"shipped text": None}
+    with Bar(quiet=as_json, in_bytes=False) as bar:
+        result = measure_fidelity(
+            out,
+            source,
+            texts,
+            samples=samples,
+            length=length,
+            memory=size_option(memory, "--memory", parse_size),
+            trust_remote_code=trust_remote_code,
+            watcher=bar,
+        )
+    if picture is not None:
+        draw(result, picture)
+    if as_json:
+        print_json(result.as_json())
+    else:
+        show(result, picture)
+
+
+def show(result: Fidelity, picture: Path | None) -> None:
+    rows = table("text", right=("tokens", "KL, nats a token", "same top token", "perplexity", "pressed"))
+    for name, d in result.texts.items():
+        kl = f"{d.kl:.5f} ± {d.kl_standard_error:.5f}"
+        rows.add_row(
+            name,
+            f"{d.tokens:,}",
+            kl,
+            f"{d.top1_agreement:.2%}",
+            f"{d.source_perplexity:.3f}",
+            f"{d.candidate_perplexity:.3f}",
+        )
+    stdout.print(rows)
+    stdout.print(
+        "drift of hidden states after each layer: " + " ".join(f"{value:.4f}" for value in result.drift), soft_wrap=True
+    )
+    if picture is not None:
+        stdout.print(f"map of errors: {picture}")

@@ -1,0 +1,43 @@
+"""Options that several commands share, and how their words become values."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from moepress.errors import MoepressError
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder.")]
+RecipeName = Annotated[str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Shipped recipe or YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe; may be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Data on stdout as JSON, talk on stderr.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Pressing threads [default: all processors]. Changes no byte.")
+]
+
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the checkpoint's own Python code for its tokenizer (calibration only)."
+    ),
+]
+
+
+def recipe_words(recipe: str, overrides: list[str] | None) -> str:
+    return " ".join([recipe, *(f"--set {override}" for override in overrides or ())])
+
+
+def size_option(text: str, option: str, parse: Any) -> int:
+    try:
+        return int(parse(text))
+    except ValueError as error:
+        raise MoepressError(str(error), where=option) from error
+
+
+def print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))

@@ -1,0 +1,76 @@
+"""``moepress plan``: what a conversion would need and give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moepress.commands.console import next_step, stdout, table, warnings
+from moepress.commands.options import (
+    AsJson,
+    Overrides,
+    RecipeName,
+    Threads,
+    TrustRemoteCode,
+    print_json,
+    recipe_words,
+    size_option,
+)
+
+if TYPE_CHECKING:
+    from moepress.convert.outlook import Outlook
+
+
+def plan(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or a config.json alone.")],
+    recipe: RecipeName,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="Output folder to check; nothing is created.")
+    ] = None,
+    overrides: Overrides = None,
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU.")] = "141GB",
+    memory_fraction: Annotated[
+        float, typer.Option(min=0.05, max=1, help="Share of it the server may use (SGLang: --mem-fraction-static).")
+    ] = 0.88,
+    kv_dtype: Annotated[str, typer.Option(metavar="bf16|fp8", help="KV cache type.")] = "fp8",
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a conversion would need and give, and refuse what cannot work, before any work."""
+    from moepress.convert.outlook import outlook
+    from moepress.recipe import load_recipe, parse_size
+
+    loaded = load_recipe(recipe, overrides or ())
+    result = outlook(
+        source,
+        loaded,
+        out,
+        gpu_bytes=size_option(gpu_memory, "--gpu-memory", parse_size),
+        memory_fraction=memory_fraction,
+        kv_dtype=kv_dtype,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        print_json(result.as_json())
+        return
+    show(result)
+    if result.plan is not None:
+        next_step(f"moepress convert {source} {out or 'OUT'} --recipe {recipe_words(recipe, overrides)}")
+
+
+def show(result: Outlook) -> None:
+    warnings(result.warnings)
+    rows = table(f"{result.title} → {result.recipe_name}", right=("source", "pressed", ""))
+    for label, before, after, in_bytes in result.rows():
+        figures = (f"{before:,}", f"{after:,}")
+        if in_bytes:
+            unit, scale = ("GiB", 2**30) if max(before, after) >= 2**29 else ("MiB", 2**20)
+            figures = (f"{before / scale:,.2f} {unit}", f"{after / scale:,.2f} {unit}")
+        rows.add_row(label, *figures, f"× {after / before:.2f}" if before else "")
+    stdout.print(rows)
+    for line in result.lines():
+        stdout.print(line, soft_wrap=True)

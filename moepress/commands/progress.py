@@ -1,0 +1,110 @@
+"""Progress: one live line on a terminal, a plain line every few seconds anywhere else (a log, a batch job)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from moepress.commands.console import duration, stderr, warnings
+
+if TYPE_CHECKING:
+    from moepress.convert.plan import ConversionPlan
+
+LOG_EVERY = 10.0
+"""Seconds between progress lines where there is no terminal."""
+
+
+class Bar:
+    """One task: a live bar on a terminal, a plain line every few seconds elsewhere, nothing when quiet.
+
+    ``in_bytes``: what is counted are bytes, and a rate is worth showing.
+    """
+
+    def __init__(self, *, quiet: bool, in_bytes: bool = True) -> None:
+        self._quiet, self._in_bytes = quiet, in_bytes
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = self._done = self._before = 0
+        self._label = ""
+        self._started = self._logged = time.monotonic()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def start(self, label: str, total: int, done: int = 0) -> None:
+        """Begins; ``done`` bytes were finished by an earlier run and do not count for the rate."""
+        self._label, self._total, self._done, self._before = label, total, done, done
+        self._started = self._logged = time.monotonic()
+        if not self._quiet and sys.stderr.isatty():
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TextColumn("{task.fields[rate]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+            )
+            self._live = Progress(*columns, console=stderr, transient=True)
+            self._task = self._live.add_task(label, total=total, completed=done, rate="")
+            self._live.start()
+
+    def label(self, text: str) -> None:
+        self._label = text
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, description=text)
+
+    def add(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        rate = (self._done - self._before) / max(1e-3, now - self._started)
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=self._done, rate=self._rate(rate))
+        elif not self._quiet and now - self._logged > LOG_EVERY:
+            self._logged = now
+            left = duration((self._total - self._done) / max(1e-9, rate))
+            parts = [f"{self._done / max(1, self._total):.0%}", self._rate(rate), f"{left} left"]
+            stderr.print(f"{self._label}: {', '.join(part for part in parts if part)}")
+
+    def _rate(self, rate: float) -> str:
+        if not self._in_bytes:
+            return ""
+        return f"{rate / 1e9:.2f} GB/s" if rate >= 1e7 else f"{rate / 1e6:.2f} MB/s"
+
+
+class ConvertProgress(Bar):
+    """Watches a conversion (`convert.run.Watcher`)."""
+
+    def begin(self, plan: ConversionPlan, bytes_done: int) -> None:
+        if not self._quiet:
+            warnings(plan.warnings)
+        self.start("pressing", plan.source_bytes, bytes_done)
+
+    def unit(self, label: str) -> None:
+        self.label(label)
+
+    def advance(self, source_bytes: int) -> None:
+        self.add(source_bytes)
+
+    def unit_done(self, receipt: dict[str, Any]) -> None:
+        pass
+
+
+class VerifyProgress(Bar):
+    """Watches a verification."""
+
+    def begin(self, total: int) -> None:
+        self.start("verifying", total)
+
+    def advance(self, count: int) -> None:
+        self.add(count)

@@ -1,0 +1,49 @@
+"""``moepress verify``: re-read and compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moepress.commands.console import duration, size, stdout
+from moepress.commands.options import AsJson, Threads, print_json
+from moepress.commands.progress import VerifyProgress
+
+if TYPE_CHECKING:
+    from moepress.verify.run import Verification
+
+
+def verify(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
+    source: Annotated[
+        str | None, typer.Option("--source", metavar="SRC", help="The checkpoint it was made from.")
+    ] = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Re-read OUT with safetensors and compressed-tensors, compare every tensor with SRC; exit 1 if anything is off."""
+    from moepress.verify.run import verify as run_verify
+
+    with VerifyProgress(quiet=as_json) as progress:
+        result = run_verify(out, source, threads=threads, watcher=progress)
+    if as_json:
+        print_json(result.as_json())
+    else:
+        show(result)
+    if result.problems:
+        raise typer.Exit(1)
+
+
+def show(result: Verification) -> None:
+    for problem in result.problems[:50]:
+        stdout.print(f"[red]✗[/red] {problem}", soft_wrap=True)
+    if len(result.problems) > 50:
+        stdout.print(f"  … and {len(result.problems) - 50:,} more (all with --json)")
+    for line in result.checked:
+        stdout.print(f"[green]✓[/green] {line}", soft_wrap=True)
+    verdict = f"[red]{len(result.problems):,} problems[/red]" if result.problems else "[green]verified[/green]"
+    stdout.print(
+        f"[bold]{verdict}[/bold]: {result.tensors:,} tensors, {size(result.bytes)} in {duration(result.seconds)}"
+    )
