@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import stdout, table
+from moepress.commands.console import next_step, stdout, table
+from moepress.commands.kept import keep
 from moepress.commands.options import AsJson, TrustRemoteCode, print_json, size_option
 from moepress.commands.progress import Bar
 
@@ -51,10 +52,13 @@ def fidelity(
         )
     if picture is not None:
         draw(result, picture)
+    settings = {"source": str(source), "samples": samples, "length": length}
+    keep(out, "fidelity", "not judged", {**settings, **result.as_json()})
     if as_json:
         print_json(result.as_json())
     else:
         show(result, picture)
+        next_step(f"moepress report {out}")
 
 
 def show(result: Fidelity, picture: Path | None) -> None:

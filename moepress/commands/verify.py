@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import duration, size, stdout
+from moepress.commands.console import duration, next_step, size, stdout
+from moepress.commands.kept import keep
 from moepress.commands.options import AsJson, Threads, print_json
 from moepress.commands.progress import VerifyProgress
 
@@ -28,10 +29,13 @@ def verify(
 
     with VerifyProgress(quiet=as_json) as progress:
         result = run_verify(out, source, threads=threads, watcher=progress)
+    keep(out, "verify", "fail" if result.problems else "pass", {"source": source, **result.as_json()})
     if as_json:
         print_json(result.as_json())
     else:
         show(result)
+        if not result.problems:
+            next_step(f"moepress report {out}")
     if result.problems:
         raise typer.Exit(1)
 
