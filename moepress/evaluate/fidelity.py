@@ -8,7 +8,6 @@ The map of errors per layer and expert comes from the receipts: ‖W − Ŵ‖ /
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +22,9 @@ from moepress.calibration.layer_runner import RunSettings, Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import default_documents, load_tokenizer, make_samples, read_documents
 from moepress.convert.layout import PROJECTIONS
-from moepress.formats.checkpoint import Checkpoint, open_checkpoint
-from moepress.formats.families import classify, identify_family, text_config
-from moepress.verify.files import STATE
+from moepress.convert.receipts import expert_errors, weight_records
+from moepress.formats.checkpoint import open_checkpoint
+from moepress.formats.families import identify_family, text_config
 
 
 @dataclass(frozen=True)
@@ -112,23 +111,8 @@ def measure_fidelity(
             rows = slice(first, first + len(part))
             found[name] = compare_streams(heads[0], _part(p, rows, scratch), heads[1], _part(q, rows, scratch), part)
             first += len(part)
-    return Fidelity(found, drift, expert_errors(out, theirs))
-
-
-def expert_errors(out: Path, source: Checkpoint) -> dict[int, dict[str, list[float]]]:
-    """Relative error of every quantized expert matrix, by layer and projection, in the order of experts."""
-    family = identify_family(source.config)
-    found: dict[int, dict[str, dict[int, float]]] = {}
-    for path in sorted((out / STATE / "receipts").glob("*.json")):
-        for name, record in json.loads(path.read_text())["weights"].items():
-            identity = classify(family, source.config, name)
-            if record["action"] == "quantize" and identity.layer is not None and identity.expert is not None:
-                of_layer = found.setdefault(identity.layer, {})
-                of_layer.setdefault(identity.projection or "", {})[identity.expert] = record["relative_error"] or 0.0
-    return {
-        layer: {projection: [errors[expert] for expert in sorted(errors)] for projection, errors in sorted(by.items())}
-        for layer, by in sorted(found.items())
-    }
+    errors = expert_errors(weight_records(out), identify_family(theirs.config), theirs.config)
+    return Fidelity(found, drift, errors)
 
 
 def draw(result: Fidelity, path: Path) -> None:
