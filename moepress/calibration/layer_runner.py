@@ -33,7 +33,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from moepress.calibration.activations import Activations, Scratch
 from moepress.calibration.decoder import CacheView, DecoderClasses
-from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, experts_forward, sort_by_expert
+from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, TapInputs, experts_forward, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock, LayerNames, load_experts
 from moepress.calibration.weights import WeightSource
 
@@ -102,6 +102,21 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class DenseBatch:
+    """What the dense part of a layer gives for some samples.
+
+    Attributes:
+        hidden: [n, S, C].
+        routed: (x [t, C], expert [t, K], weight [t, K]) of the real tokens; None for a dense layer.
+        topk: [n, S, k] indices to carry on, where the family carries them.
+    """
+
+    hidden: torch.Tensor
+    routed: TapInputs | None
+    topk: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """What a layer needs from its model.
 
@@ -163,19 +178,49 @@ class OpenLayer:
             The tokens on their way to the experts, without padding, in sample order; None for a dense layer, which is
             then complete. The caller releases them.
         """
-        settings, routed = self._context.settings, self._allocate_routed(stream)
+        routed = self.allocate_routed(stream)
         for start, stop in self.batches(stream):
-            hidden = settings.on_device(stream.hidden.read(start, stop))
-            out = self.module(hidden, **self._position(hidden), **self._carried(stream, start, stop))
-            if self._context.classes.carries_topk:
-                out, topk = out
-                self._carry(stream, start, topk)
-            stream.hidden.write(start, out)
-            if self._tap is not None and routed is not None:
-                real = stream.real(start, stop).reshape(-1).to(out.device)
-                x, expert, weight = self._tap.take()
-                routed.write(stream.first_token(start), (x[real], expert[real], weight[real]))
+            self.write_batch(stream, routed, start, self.dense_batch(*self.read_batch(stream, start, stop)))
         return routed
+
+    def read_batch(
+        self, stream: Stream, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What `dense_batch` takes of the samples start..stop−1."""
+        topk = None if stream.topk is None else stream.topk.read(start, stop)
+        return stream.hidden.read(start, stop), stream.real(start, stop), topk
+
+    @torch.no_grad()
+    def dense_batch(self, hidden: torch.Tensor, real: torch.Tensor, topk: torch.Tensor | None) -> DenseBatch:
+        """Everything but the routed experts, for one batch. Depends on nothing else, so batches may run anywhere.
+
+        Args:
+            hidden: [n, S, C], the layer's inputs; only read.
+            real: [n, S] bool, which positions are tokens.
+            topk: [n, S, k] int32, carried from sparse attention's last indexer.
+        """
+        hidden = self._context.settings.on_device(hidden)
+        out = self.module(hidden, **self._position(hidden), **self._carried(topk))
+        carried = None
+        if self._context.classes.carries_topk:
+            out, carried = out
+        routed = None
+        if self._tap is not None:
+            flat = real.reshape(-1).to(out.device)
+            x, expert, weight = self._tap.take()
+            routed = (x[flat], expert[flat], weight[flat])
+        return DenseBatch(out, routed, carried)
+
+    def write_batch(self, stream: Stream, routed: RoutedTokens | None, start: int, batch: DenseBatch) -> None:
+        """Puts what `dense_batch` gave for the samples from `start` on into the stream and the tapped tokens."""
+        stream.hidden.write(start, batch.hidden)
+        if batch.topk is not None:
+            if stream.topk is None:
+                shape = (len(stream.hidden), *batch.topk.shape[1:])
+                stream.topk = self._context.scratch.allocate(shape, torch.int32)
+            stream.topk.write(start, batch.topk)
+        if routed is not None and batch.routed is not None:
+            routed.write(stream.first_token(start), batch.routed)
 
     @torch.no_grad()
     def experts(self, stream: Stream, routed: RoutedTokens, weights: ExpertWeights | None = None) -> None:
@@ -189,11 +234,30 @@ class OpenLayer:
         total = self._context.scratch.allocate(routed.x.shape, torch.float32)
         for experts in self.expert_blocks():
             self._add_block(stream, routed, (weights or self.load_experts)(experts), total)
+        self.add_total(stream, total)
+        total.release()
+
+    def add_total(self, stream: Stream, total: Activations) -> None:
+        """stream.hidden += the experts' summed outputs, [T, C] float32 by token."""
         for start, stop in self.batches(stream):
             hidden = stream.hidden.read(start, stop).to(torch.float32, copy=True)
             hidden[stream.real(start, stop)] += total.read(stream.first_token(start), stream.first_token(stop))
             stream.hidden.write(start, hidden)
-        total.release()
+
+    @torch.no_grad()
+    def experts_batch(self, routed: TapInputs, weights: ExpertWeights | None = None) -> torch.Tensor:
+        """The routed experts' summed outputs for some tokens, [t, C] float32: what `experts` adds to them.
+
+        Args:
+            routed: (x [t, C], expert [t, K], weight [t, K]).
+            weights: as in `experts`.
+        """
+        x, expert, weight = (part.to(self._context.settings.device) for part in routed)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        order = sort_by_expert(expert, self._context.num_experts)
+        for experts in self.expert_blocks():
+            experts_forward((x, expert, weight), order, (weights or self.load_experts)(experts), out)
+        return out
 
     def load_experts(self, experts: range) -> ExpertBlock:
         """The source's weights of consecutive experts, decoded and stacked."""
@@ -224,12 +288,13 @@ class OpenLayer:
             hidden_states=self.module.get_submodule("input_layernorm")(hidden),
             past_key_values=cache,
             **self._position(hidden),
-            **self._carried(stream, start, stop),
+            **self._carried(None if stream.topk is None else stream.topk.read(start, stop)),
         )
         attended: torch.Tensor = out[0]
         return attended
 
-    def _allocate_routed(self, stream: Stream) -> RoutedTokens | None:
+    def allocate_routed(self, stream: Stream) -> RoutedTokens | None:
+        """Room for what `dense_part` taps; None for a dense layer."""
         if self._tap is None:
             return None
         config = self._context.config
@@ -272,14 +337,7 @@ class OpenLayer:
             "position_embeddings": self._context.rotary(hidden, position_ids=position_ids),
         }
 
-    def _carried(self, stream: Stream, start: int, stop: int) -> dict[str, Any]:
+    def _carried(self, topk: torch.Tensor | None) -> dict[str, Any]:
         if not self._context.classes.carries_topk:
             return {}
-        if stream.topk is None:
-            return {"prev_topk_indices": None}
-        return {"prev_topk_indices": stream.topk.read(start, stop).to(self._context.settings.device)}
-
-    def _carry(self, stream: Stream, start: int, topk: torch.Tensor) -> None:
-        if stream.topk is None:
-            stream.topk = self._context.scratch.allocate((len(stream.hidden), *topk.shape[1:]), torch.int32)
-        stream.topk.write(start, topk)
+        return {"prev_topk_indices": None if topk is None else topk.to(self._context.settings.device)}
