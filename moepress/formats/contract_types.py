@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from moepress.formats.kv_contract import KvScales
 from moepress.formats.quantization_config import Layout
 
 FAMILIES = ("deepseek_v3", "kimi_k2", "kimi_k25", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_moe")
@@ -14,8 +15,6 @@ DSA_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 GQA_FAMILIES = ("glm4_moe", "qwen3_moe")
 
 Server = Literal["sglang", "vllm"]
-KvEffect = Literal["used", "inert", "wrong unless 1.0", "not verified"]
-KvEmission = Literal["checkpoint", "folded", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +31,6 @@ class LayoutSupport:
     evidence: str
     fp8_scale_suffix: str | None = None
     fp8_strategies: tuple[Literal["block", "channel"], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class KvScales:
-    """Static FP8 scales of the KV cache.
-
-    Attributes:
-        names: suffixes that are read, after ``….self_attn.``; each takes one float32 value.
-        effect: what a scale does once it is loaded.
-        emission: how moepress hands scales over so that they take effect: written to the checkpoint, folded into the
-            weights on both sides, or not at all.
-    """
-
-    names: tuple[str, ...]
-    effect: KvEffect
-    emission: KvEmission
-    evidence: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,11 @@ from moepress.errors import PlanRefused
 from moepress.formats.contract_types import (
     FAMILIES,
     Contract,
-    KvEffect,
-    KvEmission,
-    KvScales,
     LaunchFlag,
     LayoutSupport,
     Server,
 )
+from moepress.formats.kv_contract import KvEffect, KvEmission, KvScales
 from moepress.formats.sglang_contract import sglang_contract
 from moepress.formats.vllm_contract import vllm_contract
 

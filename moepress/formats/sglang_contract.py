@@ -13,11 +13,11 @@ from moepress.formats.contract_types import (
     DSA_FAMILIES,
     GQA_FAMILIES,
     Contract,
-    KvScales,
     LaunchFlag,
     LayoutSupport,
     layout_rows,
 )
+from moepress.formats.kv_contract import SGLANG_DSA, SGLANG_GQA, SGLANG_MLA
 from moepress.formats.quantization_config import Layout
 
 VERSION = "0.5.23"
@@ -105,27 +105,6 @@ _LAYOUTS: Mapping[str, tuple[Layout, tuple[LayoutSupport, ...]]] = {
     ),
 }
 
-_MLA_KV = KvScales(
-    names=("k_proj.k_scale",),
-    effect="wrong unless 1.0",
-    emission="folded",
-    evidence="read in models/deepseek_common/deepseek_weight_loader.py:515-523 (becomes attn_mqa.k_scale) and "
-    "layers/attention/flashmla_backend.py:444-464 (multiplied on read, never divided on write); others ignore it",
-)
-_DSA_KV = KvScales(
-    names=(),
-    effect="inert",
-    emission="none",
-    evidence="read: on Hopper the DSA pool stores rows of 656 bytes with its own dynamic scale per tile",
-)
-_GQA_KV = KvScales(
-    names=(),
-    effect="inert",
-    emission="folded",
-    evidence="read in models/glm4_moe.py:286-293 and models/qwen3_moe.py:585-592: attention is built without the "
-    "quantization config, so no scale exists and 1.0 is used",
-)
-
 _NO_SHARED_FUSION = LaunchFlag(
     arguments=("--disable-shared-experts-fusion",),
     when="always",
@@ -166,12 +145,12 @@ def sglang_contract(family: str) -> Contract:
     default, layouts = _LAYOUTS[family]
     dense = [r"re:.*\.mlp\.gate$", r"re:.*\.eh_proj$"]
     if family in GQA_FAMILIES:
-        kv_scales, kv_flag, unknown = _GQA_KV, _GQA_FP8_KV, _SKIPS_UNKNOWN
+        kv_scales, kv_flag, unknown = SGLANG_GQA, _GQA_FP8_KV, _SKIPS_UNKNOWN
     elif family in DSA_FAMILIES:
-        kv_scales, kv_flag, unknown = _DSA_KV, _DSA_FP8_KV, _WARNS_OF_UNKNOWN
+        kv_scales, kv_flag, unknown = SGLANG_DSA, _DSA_FP8_KV, _WARNS_OF_UNKNOWN
         dense.append(r"re:.*\.indexer\.weights_proj$")
     else:
-        kv_scales, kv_flag, unknown = _MLA_KV, _MLA_FP8_KV, _WARNS_OF_UNKNOWN
+        kv_scales, kv_flag, unknown = SGLANG_MLA, _MLA_FP8_KV, _WARNS_OF_UNKNOWN
     if family == "kimi_k25":
         dense += [r"re:(?:.*\.)?vision_tower\..+$", r"re:(?:.*\.)?mm_projector\..+$"]
     return Contract(

