@@ -10,6 +10,7 @@ mean the same thing press the same bytes.
     rest:    {attention: source, shared_experts: source, dense_mlp: source, indexer: source}
     mtp:     {experts: quantize, rest: source}
     serving: {server: sglang, version: 0.5.23, layout: auto, tensor_parallel: 8}
+    kv_cache: {scales: auto, headroom: 2}
     output:  {shard_size: 5GB}
 
 Single fields are overridden on the command line by their path: ``--set weights.group_size=64``.
@@ -136,13 +137,30 @@ class Mtp(Section):
 class Serving(Section):
     """The server the files are made for: it decides names and layout, and what the plan refuses."""
 
-    server: Literal["sglang"] = "sglang"
-    version: str = Field("0.5.23", pattern=r"^\d+\.\d+\.\d+$")
+    server: Literal["sglang", "vllm"] = "sglang"
+    version: str = Field("0.5.23", pattern=r"^\d+\.\d+\.\d+$", description="exact: contracts are for one version")
     layout: Literal["auto", "bf16_rest", "linear_fp8_config", "two_groups"] = Field(
         "auto",
         description="how INT4 experts and the other linears share one quantization_config; auto asks the runtime contract",
     )
     tensor_parallel: int = Field(8, ge=1, le=1024, description="ranks the checkpoint will be split over")
+
+
+class KvCache(Section):
+    """Scales for an FP8 KV cache: measured on the calibration text in the source model, so that two artifacts of one model agree."""
+
+    scales: Literal["auto", "checkpoint", "folded", "none"] = Field(
+        "auto",
+        description="auto: what the server's contract says where the recipe calibrates anyway, none for rtn; checkpoint: "
+        "k_scale and v_scale in the files; folded: powers of two in the weights around the cache; none",
+    )
+    dtype: Literal["fp8_e4m3"] = Field("fp8_e4m3", description="what the cache holds; the largest value is 448")
+    headroom: float = Field(
+        2.0, ge=1, le=64, description="values so many times larger than calibration's largest still fit without clipping"
+    )
+    samples: int = Field(
+        8, ge=1, description="calibration samples on which errors are measured; the largest value is that of all"
+    )
 
 
 class Output(Section):
@@ -183,6 +201,7 @@ class Recipe(Section):
     rest: Rest = Rest()
     mtp: Mtp = Mtp()
     serving: Serving = Serving()
+    kv_cache: KvCache = KvCache()  # type: ignore[call-arg]
     output: Output = Output()  # type: ignore[call-arg]
     limits: Limits = Limits()
 
