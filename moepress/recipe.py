@@ -147,7 +147,7 @@ class Serving(Section):
 
 
 class KvCache(Section):
-    """Scales for an FP8 KV cache: measured on the calibration text in the source model, so that two artifacts of one model agree."""
+    """Scales for an FP8 KV cache, measured in the source model, so that two artifacts made from it carry the same ones."""
 
     scales: Literal["auto", "checkpoint", "folded", "none"] = Field(
         "auto",
@@ -156,7 +156,7 @@ class KvCache(Section):
     )
     dtype: Literal["fp8_e4m3"] = Field("fp8_e4m3", description="what the cache holds; the largest value is 448")
     headroom: float = Field(
-        2.0, ge=1, le=64, description="values so many times larger than calibration's largest still fit without clipping"
+        2.0, ge=1, le=64, description="values so many times larger than any in the calibration text still fit"
     )
     samples: int = Field(
         8, ge=1, description="calibration samples on which errors are measured; the largest value is that of all"
@@ -188,6 +188,31 @@ class Limits(Section):
     )
 
 
+class Gates(Section):
+    """What `moepress validate` asks of a checkpoint before it may be served. Changes no byte of it."""
+
+    loads: bool = Field(True, description="every tensor is in the server, and nothing else")
+    max_gib_per_gpu: float | None = Field(
+        None, gt=0, description="GiB (2**30) that the weights may take on one GPU, as the server counts them"
+    )
+    min_decode_speedup: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = Field(
+        {}, description="concurrent requests: decode speed over the baseline's that must be reached"
+    )
+    max_kl: float | None = Field(
+        0.05, gt=0, description="KL(source ‖ served), nats a token: pressing, KV type and the server's kernels together"
+    )
+    max_serving_kl: float | None = Field(
+        0.02, gt=0, description="KL(reference ‖ served), both on the pressed weights: what the server adds"
+    )
+    min_agreement: float = Field(
+        0.98, ge=0, le=1, description="share of greedy tokens that are the reference's, or nearly tied with them"
+    )
+    deterministic: bool = Field(True, description="the same request gives the same tokens twice")
+    max_loops: float = Field(
+        0.0, ge=0, le=1, description="share of long answers that end in a loop, beyond the baseline's"
+    )
+
+
 class Recipe(Section):
     """Everything a conversion is told. See the module docstring for an example."""
 
@@ -204,6 +229,7 @@ class Recipe(Section):
     kv_cache: KvCache = KvCache()  # type: ignore[call-arg]
     output: Output = Output()  # type: ignore[call-arg]
     limits: Limits = Limits()
+    gates: Gates = Gates()  # type: ignore[call-arg]
 
     @property
     def calibrated(self) -> bool:
@@ -211,8 +237,9 @@ class Recipe(Section):
         return self.weights.algorithm != "rtn"
 
     def canonical_json(self) -> str:
-        """One spelling per meaning: sorted keys, defaults written out. Part of the resume key."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """One spelling per meaning: sorted keys, defaults written out. Part of the resume key, so without the gates:
+        whoever changes what a server must reach has not changed what is pressed."""
+        return json.dumps(self.model_dump(mode="json", exclude={"gates"}), sort_keys=True, separators=(",", ":"))
 
 
 def shipped_recipes() -> list[str]:
