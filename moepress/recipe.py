@@ -71,6 +71,19 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+class Awq(Section):
+    """What AWQ rescales before rounding. Without effect where the algorithm does not name it."""
+
+    up_down: bool = Field(
+        True, description="inside each expert: up's rows × s, down's columns ÷ s; touches nothing else"
+    )
+    norm: bool = Field(
+        False,
+        description="the norm before the experts ÷ s, every reader of it × s: router, shared experts (FP8 ones become "
+        "BF16), all experts. s are powers of two, so nothing but the experts' rounding changes",
+    )
+
+
 class Weights(Section):
     """How the routed experts' matrices become integers."""
 
@@ -88,6 +101,13 @@ class Weights(Section):
         "mse",
         description="max: the largest weight of a group sets its scale; mse: the scale of least squared error is searched",
     )
+    awq: Awq = Awq()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _something_to_smooth(self) -> Weights:
+        if "awq" in self.algorithm and not (self.awq.up_down or self.awq.norm):
+            raise ValueError(f"algorithm is {self.algorithm}, and both awq.up_down and awq.norm are off")
+        return self
 
 
 class Calibration(Section):
@@ -235,6 +255,11 @@ class Recipe(Section):
     def calibrated(self) -> bool:
         """The algorithm needs calibration text."""
         return self.weights.algorithm != "rtn"
+
+    @property
+    def smooths_norms(self) -> bool:
+        """Norms before the experts, and all that reads them, are rescaled."""
+        return "awq" in self.weights.algorithm and self.weights.awq.norm
 
     def canonical_json(self) -> str:
         """One spelling per meaning: sorted keys, defaults written out. Part of the resume key, so without the gates:

@@ -62,6 +62,7 @@ def make_report(plan: ConversionPlan, receipts: list[dict[str, Any]], side_files
             kept[reason] = kept.get(reason, 0) + 1
     return {
         "recipe": copy.deepcopy(plan.as_json()["recipe"]),
+        "gates": plan.recipe.gates.model_dump(mode="json"),
         "family": plan.family.key,
         "layout": plan.layout,
         "calibration_sha256": plan.calibration,
