@@ -97,3 +97,11 @@ class VerifyFailed(MoepressError):
 
 class ServingError(MoepressError):
     """The server could not be started, died, or did not answer. Says the cause that its log gives."""
+
+
+class HubError(MoepressError):
+    """The Hub refused, could not be reached, or sent what is not what it announced. What arrived whole stays."""
+
+
+class EvaluateError(MoepressError):
+    """An evaluation could not be done: a server that does not answer, data that is not there, a sandbox that does not hold."""

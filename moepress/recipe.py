@@ -233,6 +233,27 @@ class Gates(Section):
     )
 
 
+class Evaluation(Section):
+    """What `moepress evaluate` asks: how much worse than its source a model may be, and how sure one must be of it."""
+
+    confidence: float = Field(0.95, ge=0.5, le=0.999, description="of the two-sided intervals that verdicts rest on")
+    max_drop: float = Field(
+        0.01, ge=0, le=1, description="largest drop of a share of right answers (tasks, code, tool calls), absolute"
+    )
+    max_kl: float = Field(0.05, gt=0, description="largest KL(source ‖ pressed) of any domain of text, nats a token")
+    max_perplexity_rise: float = Field(
+        0.02, ge=0, description="largest rise of perplexity on any domain of text, relative"
+    )
+    min_top1_agreement: float = Field(
+        0.9, ge=0, le=1, description="smallest share of tokens where both put the same token first"
+    )
+    min_samples: int = Field(100, ge=2, description="prompts that a share needs before it is judged")
+    min_windows: int = Field(16, ge=8, description="windows of text that a domain needs before it is judged")
+    max_truncated_share: float = Field(
+        0.05, ge=0, le=1, description="share of answers that may be cut off at their token limit before a task fails"
+    )
+
+
 class Recipe(Section):
     """Everything a conversion is told. See the module docstring for an example."""
 
@@ -250,6 +271,7 @@ class Recipe(Section):
     output: Output = Output()  # type: ignore[call-arg]
     limits: Limits = Limits()
     gates: Gates = Gates()  # type: ignore[call-arg]
+    evaluation: Evaluation = Evaluation()  # type: ignore[call-arg]
 
     @property
     def calibrated(self) -> bool:
@@ -262,9 +284,11 @@ class Recipe(Section):
         return "awq" in self.weights.algorithm and self.weights.awq.norm
 
     def canonical_json(self) -> str:
-        """One spelling per meaning: sorted keys, defaults written out. Part of the resume key, so without the gates:
-        whoever changes what a server must reach has not changed what is pressed."""
-        return json.dumps(self.model_dump(mode="json", exclude={"gates"}), sort_keys=True, separators=(",", ":"))
+        """One spelling per meaning: sorted keys, defaults written out. Part of the resume key, so without the
+        gates and bounds: whoever changes what a server must reach has not changed what is pressed."""
+        return json.dumps(
+            self.model_dump(mode="json", exclude={"gates", "evaluation"}), sort_keys=True, separators=(",", ":")
+        )
 
 
 def shipped_recipes() -> list[str]:
