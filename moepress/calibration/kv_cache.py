@@ -14,23 +14,29 @@ shows the effect. What is stored depends on the family, and servers store it in 
 (transformers expands the latent before its cache where attention is sparse; there the latent is taken from the norm.)
 
 e4m3 holds ±448 at most; below 2⁻⁶ it is subnormal and loses precision, and what is below 2⁻¹⁰ becomes zero. A scale too
-small clips, one too large pushes values down there. Four candidates are measured:
+small clips, one too large pushes values down there. Between the two, a float has the same relative precision everywhere:
+scales matter for the range, not for the step. Candidates:
 
     unit          1.0: what a server uses that reads no scale
-    calibrated    amax / 448, per tensor; amax is the true maximum in float32 over all real tokens, no moving average
+    calibrated    h · amax / 448, per tensor; amax is the true maximum in float32 over all real tokens, no moving average
     power_of_two  the next power of two above that: it can be folded into the weights without changing a bit
     one_scale     MLA only: the larger of the two calibrated scales for both, for servers that keep one per row
+    chosen        what the caller makes of these figures
 
-Per layer and candidate: the shares of values that clip or fall below the normal range, and the relative error of the
-attention block's output, √(Σ‖o′ − o‖² / Σ‖o‖²), over real tokens. Which scales to write, and where, is the runtime
-contract's question. The layer's attention runs twice, and once more per candidate; a few samples are enough.
+h is the headroom: text that nobody calibrated on has larger values, and a clipped key costs more than the one step in
+fifteen binades that h = 2 takes from the other end.
+
+Per layer and candidate: the shares of values that clip or fall below the normal range, the relative error of what is
+stored, √(Σ(q(x) − x)² / Σx²), and that of the attention block's output. amax, and the shares at 1.0, are over all real
+tokens; errors and the other shares over the first few samples. So attention runs once over everything and once more
+per candidate over a few samples. Which scales to write, and where, is the runtime contract's question.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -47,17 +53,19 @@ _BEYOND = E4M3_MAX * (1 + 2.0**-20)  # amax / (amax / 448) is 448 only up to rou
 
 @dataclass(frozen=True)
 class StoredShare:
-    """How one cached tensor fares at one scale.
+    """How one cached tensor fares at one scale. Shares and the error are relative, 0 to 1.
 
     Attributes:
         scale: the value stored is x / scale.
         clipped: share of values beyond ±448.
         below_normal: share of values, zeros apart, that e4m3 holds as subnormal or as zero.
+        error: relative error of the stored values.
     """
 
     scale: float
     clipped: float
     below_normal: float
+    error: float
 
 
 @dataclass(frozen=True)
@@ -94,9 +102,24 @@ class _Counts:
     total: int = 0
     clipped: int = 0
     below: int = 0
+    wrong: float = 0.0
+    energy: float = 0.0
+
+    def count(self, magnitude: torch.Tensor, scale: float) -> None:
+        """Adds real values, given by their magnitudes, any shape float32."""
+        stored = magnitude / scale
+        self.total += stored.numel()
+        self.clipped += int((stored > _BEYOND).sum())
+        self.below += int(((stored < E4M3_SMALLEST_NORMAL) & (stored > 0)).sum())
+
+    def compare(self, magnitude: torch.Tensor, scale: float) -> None:
+        """Adds what storing these magnitudes does to them."""
+        self.wrong += float((store_e4m3(magnitude, scale) - magnitude).double().square().sum())
+        self.energy += float(magnitude.double().square().sum())
 
     def share(self, scale: float) -> StoredShare:
-        return StoredShare(scale, self.clipped / self.total, self.below / self.total)
+        error = math.sqrt(self.wrong / self.energy) if self.energy else 0.0
+        return StoredShare(scale, self.clipped / self.total, self.below / self.total, error)
 
 
 class CacheProbe:
@@ -109,10 +132,12 @@ class CacheProbe:
 
     Attributes:
         amax: cached tensor -> largest magnitude seen so far.
+        seen: cached tensor -> counts at 1.0 of everything that was let through.
     """
 
     def __init__(self, layer: nn.Module, view: CacheView, rope_dim: int) -> None:
         self.amax: dict[str, float] = {}
+        self.seen: dict[str, _Counts] = {}
         self._view = view
         self._rope_dim = rope_dim
         self._real: torch.Tensor | None = None
@@ -162,49 +187,99 @@ class CacheProbe:
         magnitude = seen.float().abs()
         self.amax[name] = max(self.amax.get(name, 0.0), float(magnitude.max()) if magnitude.numel() else 0.0)
         if self._scales is None:
+            self.seen.setdefault(name, _Counts()).count(magnitude, 1.0)
             return values
-        scale = self._scales[name]
-        stored = magnitude / scale
         counts = self._counts.setdefault(name, _Counts())
-        counts.total += stored.numel()
-        counts.clipped += int((stored > _BEYOND).sum())
-        counts.below += int(((stored < E4M3_SMALLEST_NORMAL) & (stored > 0)).sum())
-        return store_e4m3(values, scale)
+        counts.count(magnitude, self._scales[name])
+        counts.compare(magnitude, self._scales[name])
+        return store_e4m3(values, self._scales[name])
+
+
+Choose = Callable[[Mapping[str, float], Mapping[str, Mapping[str, StoredShare]]], Mapping[str, float]]
+"""From amax and the shares of every candidate: cached tensor -> scale."""
 
 
 @torch.no_grad()
-def measure_cache(layer: OpenLayer, stream: Stream) -> LayerCache:
+def measure_cache(
+    layer: OpenLayer,
+    stream: Stream,
+    *,
+    headroom: float = 1.0,
+    samples: int | None = None,
+    choose: Choose | None = None,
+) -> LayerCache:
     """Measure one layer; to be called before ``layer.dense_part``, which replaces the layer's inputs.
 
     Args:
         layer: open.
         stream: the layer's inputs; only read.
+        headroom: how many times larger than amax a value may be.
+        samples: on how many samples errors are measured, rounded up to whole batches; None = all.
+        choose: makes one more candidate, ``chosen``.
 
     Raises:
         QuantizeError: cached values that are not finite, or that are all zero.
     """
     probe = CacheProbe(layer.module, layer.cache_view, layer.rope_dim)
+    few = _Few(layer, stream, probe)
     try:
         for start, stop in layer.batches(stream):
             probe.observe(stream.real(start, stop))
-            layer.attention(stream, start, stop, probe)
+            exact = layer.attention(stream, start, stop, probe)
+            if samples is None or start < samples:
+                few.keep(start, stop, exact)
         for name, largest in probe.amax.items():
             if not 0 < largest < math.inf:
-                raise QuantizeError(f"layer {layer.index}: the largest cached value of {name} is {largest}")
-        candidates = candidate_scales(probe.amax)
-        counts, errors = _store_all(layer, stream, probe, candidates)
+                raise QuantizeError(
+                    f"layer {layer.index}: the largest cached value of {name} is {largest}",
+                    hint="--set kv_cache.scales=none converts without KV scales",
+                )
+        for candidate, scales in candidate_scales(probe.amax, headroom).items():
+            few.store(candidate, scales)
+        if choose is not None:
+            few.store("chosen", choose(probe.amax, few.shares))
     finally:
         probe.detach()
-    shares = {
-        candidate: {name: counts[candidate][name].share(scale) for name, scale in scales.items()}
-        for candidate, scales in candidates.items()
-    }
-    return LayerCache(layer.index, dict(probe.amax), shares, errors)
+    for name, seen in probe.seen.items():  # what clips at 1.0 may be rare: counted over everything
+        everywhere, unit = seen.share(1.0), few.shares["unit"]
+        unit[name] = replace(unit[name], clipped=everywhere.clipped, below_normal=everywhere.below_normal)
+    return LayerCache(layer.index, dict(probe.amax), few.shares, few.errors)
 
 
-def candidate_scales(amax: Mapping[str, float]) -> dict[str, dict[str, float]]:
+class _Few:
+    """The samples on which errors are measured, with their exact outputs."""
+
+    def __init__(self, layer: OpenLayer, stream: Stream, probe: CacheProbe) -> None:
+        self.shares: dict[str, dict[str, StoredShare]] = {}
+        self.errors: dict[str, float] = {}
+        self._layer, self._stream, self._probe = layer, stream, probe
+        self._exact: list[tuple[int, int, torch.Tensor]] = []
+
+    def keep(self, start: int, stop: int, exact: torch.Tensor) -> None:
+        """A batch and its exact output [n, S, C]."""
+        self._exact.append((start, stop, exact))
+
+    def store(self, candidate: str, scales: Mapping[str, float]) -> None:
+        """Runs attention with everything stored at these scales; scales measured before are not run again."""
+        for other, shares in self.shares.items():
+            if {name: share.scale for name, share in shares.items()} == dict(scales):
+                self.shares[candidate], self.errors[candidate] = dict(shares), self.errors[other]
+                return
+        counts: dict[str, _Counts] = {}
+        error = norm = 0.0
+        for start, stop, exact in self._exact:
+            real = self._stream.real(start, stop)
+            self._probe.store(real, scales, counts)
+            stored = self._layer.attention(self._stream, start, stop, self._probe)
+            error += float((stored[real] - exact[real]).double().square().sum())
+            norm += float(exact[real].double().square().sum())
+        self.shares[candidate] = {name: counts[name].share(scale) for name, scale in scales.items()}
+        self.errors[candidate] = math.sqrt(error / norm) if norm else 0.0
+
+
+def candidate_scales(amax: Mapping[str, float], headroom: float = 1.0) -> dict[str, dict[str, float]]:
     """candidate -> cached tensor -> scale; see the module's table."""
-    calibrated = {name: value / E4M3_MAX for name, value in amax.items()}
+    calibrated = {name: headroom * value / E4M3_MAX for name, value in amax.items()}
     candidates = {
         "unit": dict.fromkeys(amax, 1.0),
         "calibrated": calibrated,
@@ -229,22 +304,3 @@ def suspicious(layers: Sequence[LayerCache]) -> list[str]:
         for name in names
         if len({layer.amax.get(name) for layer in layers}) == 1
     ]
-
-
-def _store_all(
-    layer: OpenLayer, stream: Stream, probe: CacheProbe, candidates: Mapping[str, Mapping[str, float]]
-) -> tuple[dict[str, dict[str, _Counts]], dict[str, float]]:
-    """Per candidate: counts per cached tensor, and the relative error of the attention block's output."""
-    counts: dict[str, dict[str, _Counts]] = {candidate: {} for candidate in candidates}
-    error = dict.fromkeys(candidates, 0.0)
-    norm = 0.0
-    for start, stop in layer.batches(stream):
-        real = stream.real(start, stop)
-        probe.observe(real)
-        exact = layer.attention(stream, start, stop, probe)[real].double()
-        norm += float(exact.square().sum())
-        for candidate, scales in candidates.items():
-            probe.store(real, scales, counts[candidate])
-            stored = layer.attention(stream, start, stop, probe)[real].double()
-            error[candidate] += float((stored - exact).square().sum())
-    return counts, {candidate: math.sqrt(total / norm) if norm else 0.0 for candidate, total in error.items()}

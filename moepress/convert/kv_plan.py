@@ -1,0 +1,172 @@
+"""What is planned for KV scales before anything is measured: how they are handed over, for which layers, and why.
+
+    emission     asks the recipe, then the runtime contract; what the contract says is inert or harmful is refused
+    layers       every layer of the checkpoint that has attention, the MTP layers too (the draft model caches as well)
+    left         cached tensors that folding cannot reach in this storage, with the reason
+    tensors      for ``checkpoint``: the scales that will be written, under the names that the server reads
+
+Which weights are folded, and by how much, is only known after calibration; which may be is known here. The values are
+fixed by what the resume key holds: source, calibration text, recipe and this plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moepress.convert.decide import Decision
+from moepress.convert.kv_fold import AttentionShape, layer_folds, straddled
+from moepress.convert.layout import OutputTensor
+from moepress.errors import PlanRefused
+from moepress.formats.families import Family, text_config
+from moepress.formats.kv_contract import SCALE_ENDINGS, KvEmission
+from moepress.formats.runtime_contract import Contract, contract_for
+from moepress.recipe import Recipe
+
+ATTENTION = ".self_attn."
+
+
+@dataclass(frozen=True)
+class KvPlan:
+    """KV scales of a conversion, before calibration.
+
+    Attributes:
+        emission: how scales are handed over.
+        reason: why that.
+        shape: of the model's attention.
+        layers: indices of the layers to measure; empty for ``none``.
+        left: cached tensor -> why it keeps the scale 1.0 in this output.
+        tensors: (layer, cached tensor) -> the scale's tensor, for ``checkpoint``.
+    """
+
+    emission: KvEmission
+    reason: str
+    shape: AttentionShape
+    layers: tuple[int, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[tuple[int, str], OutputTensor] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the plan file and the resume key."""
+        return {
+            "emission": self.emission,
+            "reason": self.reason,
+            "layers": list(self.layers),
+            "left": dict(self.left),
+            "tensors": [tensor.name for tensor in self.tensors.values()],
+        }
+
+    def lines(self) -> list[str]:
+        """What ``plan`` and ``convert`` say about it."""
+        if self.emission == "none":
+            return [f"KV scales: none ({self.reason})"]
+        how = {
+            "folded": "powers of two, folded into the weights on both sides of the cache where it pays",
+            "checkpoint": f"{len(self.tensors)} tensors in the files, kv_cache_scheme in config.json",
+        }[self.emission]
+        lines = [f"KV scales: {self.emission}, {how}; {len(self.layers)} layers to measure ({self.reason})"]
+        return lines + [f"KV scales: {name} keeps 1.0: {why}" for name, why in self.left.items()]
+
+
+def emission_for(recipe: Recipe, contract: Contract) -> tuple[KvEmission, str]:
+    """How KV scales are handed over, and why.
+
+    Raises:
+        PlanRefused: the recipe asks for what this server drops or gets wrong.
+    """
+    wish, server = recipe.kv_cache.scales, f"{contract.server} {contract.version}"
+    scales = contract.kv_scales
+    if wish != "auto":
+        if (refusal := scales.refusal(wish)) is not None:
+            allowed = [other for other in ("folded", "checkpoint", "none") if scales.refusal(other) is None]  # type: ignore[arg-type]
+            raise PlanRefused(
+                f"kv_cache.scales: {wish} does not work with {server} and {contract.family}: {refusal}",
+                where="kv_cache.scales",
+                hint=f"--set kv_cache.scales={allowed[0]}",
+            )
+        return wish, f"kv_cache.scales: {wish}"
+    if scales.emission == "none":
+        return "none", f"{server}, {contract.family}: {scales.refusal('folded') or scales.evidence}"
+    if not recipe.calibrated:
+        return "none", "rounding runs no calibration; kv_cache.scales=folded or checkpoint would run one"
+    effect = {
+        "used": "the server uses k_scale and v_scale of the files",
+        "inert": "the server drops scales of the files",
+        "wrong unless 1.0": "scales of the files would be wrong",
+        "not verified": "what scales of the files do is not verified",
+    }[scales.effect]
+    return scales.emission, f"{server}, {contract.family}: {effect}"
+
+
+def reads_calibration_text(family: Family, recipe: Recipe) -> bool:
+    """The conversion needs calibration samples: for its algorithm, or for KV scales alone.
+
+    Raises:
+        PlanRefused: as `emission_for`, or no contract for this server and family.
+    """
+    contract = contract_for(recipe.serving.server, recipe.serving.version, family.key)
+    return recipe.calibrated or emission_for(recipe, contract)[0] != "none"
+
+
+def plan_kv(
+    config: Mapping[str, Any], family: Family, recipe: Recipe, contract: Contract, decisions: Mapping[str, Decision]
+) -> KvPlan:
+    """Plans KV scales from names and shapes.
+
+    Args:
+        config: the source's config.json.
+        decisions: of every weight.
+
+    Raises:
+        PlanRefused: as `emission_for`; or the source brings scales of its own.
+    """
+    emission, reason = emission_for(recipe, contract)
+    shape = AttentionShape.of(family.attention, text_config(family, config))
+    if emission == "none":
+        return KvPlan(emission, reason, shape)
+    brought = [name for name in decisions if name.endswith(SCALE_ENDINGS)]
+    if brought:
+        raise PlanRefused(
+            f"the source has {len(brought)} KV scales of its own, the first {brought[0]}; they would not fit new ones",
+            where="kv_cache.scales",
+            hint="--set kv_cache.scales=none",
+        )
+    attention = attention_weights(decisions)
+    layers = tuple(sorted(attention))
+    if emission == "folded":
+        return KvPlan(emission, reason, shape, layers, _left(shape, attention))
+    if not any(decision.action == "quantize" for decision in decisions.values()):
+        raise PlanRefused(
+            "scales in the files need a quantization_config of ours, and nothing is quantized here",
+            where="kv_cache.scales",
+            hint="--set kv_cache.scales=none",
+        )
+    tensors = {}
+    for layer in layers:
+        prefix = next(iter(attention[layer].values())).stored.name.partition(ATTENTION)[0] + ATTENTION
+        for cached, suffix in contract.kv_scales.written:
+            tensors[layer, cached] = OutputTensor(prefix + suffix, "F32", (1,))
+    return KvPlan(emission, reason, shape, layers, tensors=tensors)
+
+
+def attention_weights(decisions: Mapping[str, Decision]) -> dict[int, dict[str, Decision]]:
+    """layer -> name inside ``self_attn`` -> decision."""
+    found: dict[int, dict[str, Decision]] = {}
+    for name, decision in decisions.items():
+        _, inside, rest = name.partition(ATTENTION)
+        if inside and decision.identity.layer is not None:
+            found.setdefault(decision.identity.layer, {})[rest] = decision
+    return found
+
+
+def _left(shape: AttentionShape, attention: Mapping[int, Mapping[str, Decision]]) -> dict[str, str]:
+    """Cached tensors that cannot be folded into these weights: asked of every layer, with two exponents that differ."""
+    left: dict[str, str] = {}
+    for name in shape.cached:
+        for layer, weights in attention.items():
+            for inner, fold in layer_folds(shape, weights, {name: 1}).items():
+                decision = weights[inner]
+                if decision.action == "keep" and (why := straddled(decision.stored, fold)) is not None:
+                    left.setdefault(name, f"{why} (layer {layer}); rest.attention=bf16 has room")
+    return left

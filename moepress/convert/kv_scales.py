@@ -1,0 +1,253 @@
+"""KV scales of a conversion: measured in the source model, decided per layer, kept in the journal.
+
+    measure   a source run meets each layer: amax over all samples, errors on a few        (calibration.kv_cache)
+    decide    folded      2^a ≥ headroom · amax / 448 where values do not fit 1.0, or where it lowers the error
+              checkpoint  headroom · amax / 448 for every layer
+    keep      OUT/.moepress/kv/layer-00007.json, so that a stopped run does not measure twice
+
+Always the source model, also where GPTQ runs a quantized one beside it: the scales then depend on source, text and the
+recipe's `calibration` and `kv_cache` alone, not on how the experts are quantized, and a prefill and a decode artifact
+made with the same of these carry the same scales.
+
+e4m3 is a float: a power of two moves nothing but what clips or is subnormal. Folding where 1.0 is as good would change
+weights for no gain, so it is not done, and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepress.convert.journal import Journal, read_json
+from moepress.convert.kv_fold import Fold, layer_folds
+from moepress.convert.kv_plan import ATTENTION, KvPlan, attention_weights
+from moepress.convert.plan import ConversionPlan
+from moepress.errors import ConvertError
+from moepress.formats.atomic import atomic_write_json
+
+if TYPE_CHECKING:
+    from moepress.calibration.kv_cache import LayerCache, StoredShare
+    from moepress.calibration.layer_runner import OpenLayer, Stream
+
+FOLDER = "kv"
+WORTH_IT = 0.98
+"""A fold below 1.0 has to lower the stored values' error to this share of it."""
+
+LARGEST = 448.0
+
+
+@dataclass(frozen=True)
+class LayerScales:
+    """One layer's KV scales and what they were decided by.
+
+    Attributes:
+        layer: index.
+        scale: cached tensor -> s; what is stored is x / s.
+        reason: cached tensor -> why this one.
+        amax: cached tensor -> largest magnitude, float32.
+        clipped_at_one, below_normal_at_one: cached tensor -> share of all values at 1.0.
+        clipped, below_normal: the same at `scale`.
+        attention_error_at_one, attention_error: of the attention block's output, relative.
+    """
+
+    layer: int
+    scale: Mapping[str, float]
+    reason: Mapping[str, str]
+    amax: Mapping[str, float]
+    clipped_at_one: Mapping[str, float]
+    below_normal_at_one: Mapping[str, float]
+    clipped: Mapping[str, float]
+    below_normal: Mapping[str, float]
+    attention_error_at_one: float
+    attention_error: float
+
+    @property
+    def exponents(self) -> dict[str, int]:
+        """Cached tensor -> a, for scales that are 2^a."""
+        return {name: int(scale.hex().partition("p")[2]) for name, scale in self.scale.items()}
+
+
+class KvScales:
+    """Measures layers that are not measured yet, and knows the scales of those that are.
+
+    Args:
+        plan: with an emission other than ``none``.
+        journal: of the open output folder.
+    """
+
+    def __init__(self, plan: ConversionPlan, journal: Journal) -> None:
+        self.plan, self._journal = plan, journal
+        self._folder: Path = journal.state / FOLDER
+        self.layers: dict[int, LayerScales] = {}
+        for layer in plan.kv.layers:
+            path = self._path(layer)
+            if path.exists():
+                self.layers[layer] = self._read(path)
+
+    @property
+    def missing(self) -> set[int]:
+        """Layers still to be measured."""
+        return set(self.plan.kv.layers) - self.layers.keys()
+
+    def measure(self, layer: OpenLayer, stream: Stream) -> None:
+        """Measures an open layer unless that was done; before anything replaces its inputs.
+
+        Args:
+            layer: of the source model.
+            stream: the source run; only read.
+
+        Raises:
+            QuantizeError: values that are not finite, or all zero.
+        """
+        from moepress.calibration.kv_cache import measure_cache
+
+        if layer.index not in self.missing:
+            return
+        wish, kv = self.plan.recipe.kv_cache, self.plan.kv
+        reasons: dict[str, str] = {}
+
+        def choose(amax: Mapping[str, float], shares: Mapping[str, Mapping[str, StoredShare]]) -> dict[str, float]:
+            return choose_scales(kv, wish.headroom, amax, shares, reasons)
+
+        measured = measure_cache(layer, stream, headroom=wish.headroom, samples=wish.samples, choose=choose)
+        found = _layer_scales(measured, reasons)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(self._path(layer.index), {"plan_key": self.plan.key, **asdict(found)})
+        self.layers[layer.index] = found
+
+    def folds(self) -> dict[str, Fold]:
+        """Weight -> fold, of all layers.
+
+        Raises:
+            ConvertError: a layer was never measured.
+        """
+        if self.missing:
+            raise ConvertError(f"KV scales of layer {min(self.missing)} were never measured")
+        if self.plan.kv.emission != "folded":
+            return {}
+        found = {}
+        for index, weights in attention_weights(self.plan.decisions).items():
+            for inner, fold in layer_folds(self.plan.kv.shape, weights, self.layers[index].exponents).items():
+                found[weights[inner].stored.name] = fold
+        return found
+
+    def pressed_plan(self) -> ConversionPlan:
+        """The plan with every fold in the decision of its weight; the key stays."""
+        decisions = dict(self.plan.decisions)
+        for name, fold in self.folds().items():
+            decision = decisions[name]
+            decisions[name] = replace(decision, fold=fold, reason=f"{decision.reason}; a KV scale folded in")
+        return replace(self.plan, decisions=decisions)
+
+    def suspicious(self) -> list[str]:
+        """Why the measurements should not be trusted: the same largest value in every layer."""
+        layers = list(self.layers.values())
+        names = self.plan.kv.shape.cached if len(layers) > 2 else ()
+        return [
+            f"{name}: the same largest value {layers[0].amax[name]:.6g} in all {len(layers)} layers"
+            for name in names
+            if len({layer.amax[name] for layer in layers}) == 1
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the report: what was chosen and why, per layer."""
+        folds: dict[int, dict[str, Any]] = {}
+        for name, fold in self.folds().items():
+            index = self.plan.decisions[name].identity.layer
+            folds.setdefault(index or 0, {})[name] = fold.as_json()
+        contract = self.plan.recipe.serving
+        return {
+            **self.plan.kv.as_json(),
+            "dtype": self.plan.recipe.kv_cache.dtype,
+            "headroom": self.plan.recipe.kv_cache.headroom,
+            "server": f"{contract.server} {contract.version}",
+            "suspicious": self.suspicious(),
+            "layers": {
+                str(index): {
+                    **{key: value for key, value in asdict(self.layers[index]).items() if key != "layer"},
+                    "emission": self._emission(index, folds),
+                    "folds": folds.get(index, {}),
+                }
+                for index in sorted(self.layers)
+            },
+        }
+
+    def _emission(self, index: int, folds: Mapping[int, Any]) -> str:
+        if self.plan.kv.emission == "checkpoint":
+            return "checkpoint"
+        return "folded" if index in folds else "none"
+
+    def _path(self, layer: int) -> Path:
+        return self._folder / f"layer-{layer:05d}.json"
+
+    def _read(self, path: Path) -> LayerScales:
+        data = read_json(path)
+        if data.pop("plan_key", None) != self.plan.key:
+            raise ConvertError(
+                "measured KV scales belong to another plan",
+                where=str(path),
+                hint="delete the output folder to start over",
+            )
+        return LayerScales(**data)
+
+
+def choose_scales(
+    plan: KvPlan,
+    headroom: float,
+    amax: Mapping[str, float],
+    shares: Mapping[str, Mapping[str, StoredShare]],
+    reasons: dict[str, str],
+) -> dict[str, float]:
+    """The scales of one layer.
+
+    Args:
+        plan: how they are handed over, and what cannot be folded.
+        headroom: of the recipe.
+        amax: cached tensor -> largest magnitude.
+        shares: candidate -> cached tensor -> how it is stored; ``unit``, ``calibrated`` and ``power_of_two`` are read.
+        reasons: filled, per cached tensor.
+    """
+    chosen = {}
+    for name in plan.shape.cached:
+        chosen[name], reasons[name] = _choose(plan, headroom, name, amax[name], shares)
+    return chosen
+
+
+def _choose(
+    plan: KvPlan, headroom: float, name: str, largest: float, shares: Mapping[str, Mapping[str, StoredShare]]
+) -> tuple[float, str]:
+    unit, folded = shares["unit"][name], shares["power_of_two"][name]
+    span = f"{headroom:g} × {largest:.4g}"
+    if plan.emission == "checkpoint":
+        return _as_float32(shares["calibrated"][name].scale), f"{span} / {LARGEST:g}"
+    if name in plan.left:
+        return 1.0, plan.left[name]
+    if folded.scale > 1:
+        return folded.scale, f"{span} does not fit {LARGEST:g}"
+    if folded.scale < 1 and folded.error < WORTH_IT * unit.error:
+        return folded.scale, f"error of stored values {unit.error:.4f} → {folded.error:.4f}"
+    return 1.0, f"1.0 is as good: {span} fits {LARGEST:g}, error of stored values {unit.error:.4f}"
+
+
+def _layer_scales(measured: LayerCache, reasons: dict[str, str]) -> LayerScales:
+    unit, chosen = measured.shares["unit"], measured.shares["chosen"]
+    return LayerScales(
+        layer=measured.layer,
+        scale={name: share.scale for name, share in chosen.items()},
+        reason=reasons,
+        amax=measured.amax,
+        clipped_at_one={name: share.clipped for name, share in unit.items()},
+        below_normal_at_one={name: share.below_normal for name, share in unit.items()},
+        clipped={name: share.clipped for name, share in chosen.items()},
+        below_normal={name: share.below_normal for name, share in chosen.items()},
+        attention_error_at_one=measured.attention_error["unit"],
+        attention_error=measured.attention_error["chosen"],
+    )
+
+
+def _as_float32(value: float) -> float:
+    import numpy as np
+
+    return float(np.float32(value))
