@@ -4,7 +4,7 @@ An error says what is wrong, where, with the numbers, and the next command:
 
     model-00002-of-000003.safetensors: 100 bytes short
       where: /data/kimi/model-00002-of-000003.safetensors (has 4,999,819,236 bytes, its header needs 4,999,819,336)
-      hint:  download this shard again: hf download moonshotai/Kimi-K2-Instruct --local-dir /data/kimi
+      hint:  download this shard again: moepress pull moonshotai/Kimi-K2-Instruct /data/kimi
 
 The exit code belongs to the class: 1 means "the thing you asked about is not as it should be" (a failed check, a failed
 gate), 2 means "it could not be done" (bad input, a full disk, a refused plan).
@@ -105,3 +105,18 @@ class HubError(MoepressError):
 
 class EvaluateError(MoepressError):
     """An evaluation could not be done: a server that does not answer, data that is not there, a sandbox that does not hold."""
+
+
+class ServerDied(ServingError):
+    """The server ended while it started.
+
+    Args:
+        cause: what kind of thing went wrong (`serving.death.Cause`), or None where the log shows no cause.
+    """
+
+    def __init__(self, what: str, *, cause: str | None, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.cause = cause
+
+    def as_json(self) -> dict[str, object]:
+        return {**super().as_json(), "cause": self.cause}

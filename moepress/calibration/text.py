@@ -159,7 +159,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
         raise CheckpointError(
             f"no tokenizer: none of {', '.join(TOKENIZER_FILES)}",
             where=str(folder),
-            hint="download the checkpoint's tokenizer files too: hf download ID --local-dir DIR",
+            hint="download the checkpoint's tokenizer files too: moepress pull ID DIR",
         )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

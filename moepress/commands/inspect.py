@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moepress.commands.console import next_step, params, size, stdout, table, warnings
+from moepress.commands.console import next_step, note, params, size, stdout, table, warnings
 from moepress.commands.options import AsJson, Source, print_json
 
 if TYPE_CHECKING:
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 def inspect(source: Source, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds: components, formats, parameters, bytes. Reads headers only."""
-    from moepress.formats.checkpoint import open_checkpoint
     from moepress.formats.inspection import inspect_checkpoint
+    from moepress.hub.opening import open_source
 
-    inspection = inspect_checkpoint(open_checkpoint(source))
+    inspection = inspect_checkpoint(open_source(source, tell=note))
     if as_json:
         print_json(inspection.as_json())
         return

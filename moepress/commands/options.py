@@ -9,7 +9,7 @@ import typer
 
 from moepress.errors import MoepressError
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder.")]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or org/name[@revision] on the Hub.")]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Shipped recipe or YAML file.")]
 Overrides = Annotated[
     list[str] | None,

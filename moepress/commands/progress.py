@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -108,3 +109,25 @@ class VerifyProgress(Bar):
 
     def advance(self, count: int) -> None:
         self.add(count)
+
+
+class PullProgress(Bar):
+    """Watches a download (`hub.pulling.Watcher`), whose files arrive side by side."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        super().__init__(quiet=quiet)
+        self._lock = threading.Lock()
+
+    def begin(self, total: int, done: int) -> None:
+        self.start("fetching", total, done)
+
+    def label(self, text: str) -> None:
+        with self._lock:
+            super().label(text)
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            super().add(count)
+
+    def note(self, text: str) -> None:
+        stderr.print(text, soft_wrap=True, markup=False)

@@ -109,7 +109,7 @@ class Checkpoint:
         if self.folder is None:
             raise CheckpointError(
                 f"{self.location}: only its headers are here, not its tensors",
-                hint=f"download it first: hf download {self.location} --local-dir DIR",
+                hint=f"fetch it first: moepress pull {self.location} DIR",
             )
         return self.folder / name
 
@@ -165,7 +165,7 @@ def _local_folder(location: str) -> Path:
         raise CheckpointError(f"{location} is {_kind(folder)}, not a checkpoint's folder", where=str(folder.absolute()))
     hint = "check the path; a checkpoint's folder holds config.json and *.safetensors"
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", location):
-        hint = f"if this is a Hub id, download it first: hf download {location} --local-dir DIR"
+        hint = f"if this is a Hub id, fetch it first: moepress pull {location} DIR"
     raise CheckpointError(f"no folder {location!r}", where=str(folder.absolute()), hint=hint)
 
 

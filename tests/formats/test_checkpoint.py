@@ -340,7 +340,7 @@ def test_a_missing_folder_and_a_hub_id_are_told_apart(tmp_path: Path, monkeypatc
     error = refusal(tmp_path / "nowhere")
     assert "no folder" in error.what
     assert "config.json" in str(error.hint)
-    assert "hf download moonshotai/Kimi-K2-Instruct --local-dir DIR" in str(refusal("moonshotai/Kimi-K2-Instruct").hint)
+    assert "moepress pull moonshotai/Kimi-K2-Instruct DIR" in str(refusal("moonshotai/Kimi-K2-Instruct").hint)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(folder: Path) -> None:

@@ -1,0 +1,64 @@
+"""``moepress pull``: a checkpoint from the Hub, every byte checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moepress.commands.console import duration, next_step, note, size, stdout, warnings
+from moepress.commands.options import AsJson, print_json
+from moepress.commands.progress import PullProgress
+from moepress.errors import HubError
+
+if TYPE_CHECKING:
+    from moepress.hub.pulling import Pulled
+
+
+def pull(
+    source: Annotated[str, typer.Argument(metavar="ID", help="org/name on the Hub, or org/name@revision.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, or one to complete.")],
+    workers: Annotated[int, typer.Option(min=1, max=32, help="Files at once.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a checkpoint from the Hub: disk first, one commit, every file checked. The same command resumes."""
+    from moepress.hub.address import parse_address
+    from moepress.hub.pulling import pull as run_pull
+    from moepress.hub.reading import open_hub_checkpoint
+
+    address = parse_address(source)
+    if address is None:
+        raise HubError(
+            f"{source!r} is not a repository's name", hint="write org/name, or org/name@revision for a branch or commit"
+        )
+    try:
+        with PullProgress(quiet=as_json) as progress:
+            checkpoint, snapshot = open_hub_checkpoint(address, tell=progress.note)
+            result = run_pull(checkpoint, snapshot, folder, workers=workers, watcher=progress)
+    except KeyboardInterrupt:
+        note(f"stopped; finished files are kept. To resume:\n  moepress pull {source} {folder}")
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json(result.as_json())
+        return
+    warnings(checkpoint.warnings)
+    show(result)
+    next_step(f"moepress inspect {folder}")
+
+
+def show(result: Pulled) -> None:
+    snapshot = result.snapshot
+    count, total = len(result.fetched) + len(result.kept), sum(
+        snapshot.files[name].size for name in (*result.fetched, *result.kept)
+    )
+    stdout.print(f"[bold]{snapshot.repo}[/bold] at commit {snapshot.commit}")
+    stdout.print(
+        f"{count} files, {size(total)}, every checksum is the Hub's; {len(result.fetched)} fetched now "
+        f"({size(result.fetched_bytes)} in {duration(result.seconds)}), {len(result.kept)} were here"
+    )
+    if result.left:
+        more = " …" if len(result.left) > 3 else ""
+        stdout.print(
+            f"left on the Hub, not part of the checkpoint: {', '.join(result.left[:3])}{more} ({len(result.left)} files)"
+        )
