@@ -49,8 +49,9 @@ def pull(
 
 def show(result: Pulled) -> None:
     snapshot = result.snapshot
-    count, total = len(result.fetched) + len(result.kept), sum(
-        snapshot.files[name].size for name in (*result.fetched, *result.kept)
+    count, total = (
+        len(result.fetched) + len(result.kept),
+        sum(snapshot.files[name].size for name in (*result.fetched, *result.kept)),
     )
     stdout.print(f"[bold]{snapshot.repo}[/bold] at commit {snapshot.commit}")
     stdout.print(

@@ -144,7 +144,7 @@ def connect(tell: Tell | None = None) -> HfApi:
     """
     _turn.tell = tell
     set_client_factory(_client)
-    hub_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return HfApi(endpoint=endpoint(), library_name="moepress", library_version=__version__)
 
 

@@ -76,7 +76,9 @@ def read_ledger(folder: Path) -> Ledger | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HubError(f"the record of what was pulled is damaged: {error}", where=str(path), hint=f"rm {path}") from error
+        raise HubError(
+            f"the record of what was pulled is damaged: {error}", where=str(path), hint=f"rm {path}"
+        ) from error
 
 
 def ledger_for(folder: Path, snapshot: Snapshot, endpoint: str) -> Ledger:

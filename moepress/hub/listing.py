@@ -19,9 +19,9 @@ from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoFile
 
 from moepress.errors import HubError
+from moepress.formats.shard_index import check_shard_name
 from moepress.hub.address import Address
 from moepress.hub.connection import explained
-from moepress.formats.shard_index import check_shard_name
 
 CHUNK_BYTES = 4 << 20
 SKIPPED = frozenset((".gitattributes",))
@@ -88,7 +88,9 @@ def list_commit(api: HfApi, repo: str, revision: str) -> dict[str, RemoteFile]:
 def _check_name(name: str, repo: str) -> None:
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or not name.isprintable() or path.as_posix() != name:
-        raise HubError(f"a file name that leads out of the folder: {name!r}", where=repo, hint="do not use this repository")
+        raise HubError(
+            f"a file name that leads out of the folder: {name!r}", where=repo, hint="do not use this repository"
+        )
     if name.endswith(".safetensors"):
         check_shard_name(name)
 

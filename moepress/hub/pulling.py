@@ -125,9 +125,7 @@ def pull(
     left = [name for name in snapshot.files if name not in {file.name for file in wanted}]
     gone = {file.name for file in missing}
     kept = tuple(file.name for file in wanted if file.name not in gone)
-    return Pulled(
-        folder, snapshot, tuple(file.name for file in missing), kept, tuple(left), time.monotonic() - started
-    )
+    return Pulled(folder, snapshot, tuple(file.name for file in missing), kept, tuple(left), time.monotonic() - started)
 
 
 def check_space(missing: Iterable[RemoteFile], folder: Path) -> None:
@@ -307,7 +305,11 @@ def _what_is_wrong(path: Path, file: RemoteFile) -> str | None:
                 return f"is a Git LFS pointer, not the file itself of {file.size:,} bytes"
         return f"has {size:,} of {file.size:,} bytes"
     found = checksum_of(path, file)
-    return None if found == file.checksum else f"has other bytes (checksum {found[:12]}…, the Hub's is {file.checksum[:12]}…)"
+    return (
+        None
+        if found == file.checksum
+        else f"has other bytes (checksum {found[:12]}…, the Hub's is {file.checksum[:12]}…)"
+    )
 
 
 def _remove_stale(incoming: Path) -> None:
@@ -327,7 +329,7 @@ def _remove_stale(incoming: Path) -> None:
 def _bar(add: Callable[[int], None], stopped: threading.Event) -> type[Any]:
     """A progress bar's class that draws nothing, tells us of bytes, and ends a download that is no longer wanted."""
 
-    class Told(tqdm):  # type: ignore[type-arg]
+    class Told(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 

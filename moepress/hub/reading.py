@@ -8,11 +8,13 @@ holds them against themselves and against the file's size. Texts (config, index)
 
 from __future__ import annotations
 
+import hashlib
 from urllib.parse import quote
 
 import httpx
 from huggingface_hub import HfApi
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
 from moepress import __version__
 from moepress.errors import FormatError, HubError
@@ -24,6 +26,9 @@ from moepress.hub.listing import RemoteFile, Snapshot, git_blob_sha1, take_snaps
 
 MAX_TEXT_BYTES = 200_000_000
 """An index of 210,000 tensors has 20 MB."""
+
+ATTEMPTS = 3
+"""At one range, where the line breaks inside the answer."""
 
 
 class HubFiles:
@@ -73,20 +78,19 @@ class HubFiles:
         address = f"{endpoint()}/{self.snapshot.repo}/resolve/{self.snapshot.commit}/{quote(name)}"
         headers = build_hf_headers(library_name="moepress", library_version=__version__)
         headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        for last in (False, True):
-            try:
-                with explained(self.snapshot.repo, self.snapshot.commit):
-                    raw = self._get(address, headers, name, start, end)
-            except _Cut:
-                if last:
-                    raise HubError(
-                        f"{name}: the connection broke twice inside bytes {start:,} to {end:,}", where=endpoint()
-                    ) from None
-                continue
-            return raw
-        raise AssertionError("unreachable")
+        for _ in range(ATTEMPTS):
+            with explained(self.snapshot.repo, self.snapshot.commit):
+                raw = self._get(address, headers, name, start, end)
+            if raw is not None:
+                return raw
+        raise HubError(
+            f"{name}: the connection broke {ATTEMPTS} times inside bytes {start:,} to {end:,}",
+            where=endpoint(),
+            hint="run the same command again",
+        )
 
-    def _get(self, address: str, headers: dict[str, str], name: str, start: int, end: int) -> bytes:
+    def _get(self, address: str, headers: dict[str, str], name: str, start: int, end: int) -> bytes | None:
+        """The range, or None if the line broke on the way."""
         size = self.snapshot.files[name].size
         with get_session().stream("GET", address, headers=headers) as response:
             if response.status_code >= 400:
@@ -100,21 +104,13 @@ class HubFiles:
                 )
             try:
                 raw = response.read()
-            except httpx.TransportError as error:
-                raise _Cut from error
+            except httpx.TransportError:
+                return None
         raw = raw if response.status_code == 206 else raw[:end]
-        if len(raw) != min(end, size) - start:
-            raise _Cut
-        return raw
-
-
-class _Cut(Exception):
-    """A response that ended before its end."""
+        return raw if len(raw) == min(end, size) - start else None
 
 
 def _checksum(raw: bytes, file: RemoteFile) -> str:
-    import hashlib
-
     digest = hashlib.sha256() if file.sha256 else git_blob_sha1(len(raw))
     digest.update(raw)
     return digest.hexdigest()

@@ -21,7 +21,17 @@ def test_addresses() -> None:
     assert parse_address("org/name") == Address("org/name")
     assert parse_address("org/name@v1.0") == Address("org/name", "v1.0")
     assert parse_address("https://huggingface.co/org/name/tree/main") == Address("org/name", "main")
-    for text in ("name", "./org/name", "/org/name", "~/org/name", "a/b/c", "org/na--me", "org/..", "org/name.git", "org/"):
+    for text in (
+        "name",
+        "./org/name",
+        "/org/name",
+        "~/org/name",
+        "a/b/c",
+        "org/na--me",
+        "org/..",
+        "org/name.git",
+        "org/",
+    ):
         assert parse_address(text) is None, text
 
 
@@ -59,7 +69,9 @@ def test_the_token_does_not_follow_to_another_host(hub: LocalHub, tiny: Callable
 def test_a_commit_is_asked_for_even_when_main_moves(hub: LocalHub, tiny: Callable[[str], TinyCheckpoint]) -> None:
     repository = hub.repository(REPO)
     commit = repository.add_folder(tiny("kimi").folder)
-    hub.hooks.append(lambda line: "/tree/" in line.path and repository.commit("main", {}, "somebody removed everything"))
+    hub.hooks.append(
+        lambda line: "/tree/" in line.path and repository.commit("main", {}, "somebody removed everything")
+    )
     open_source(REPO)
     assert all(commit in line.path for line in hub.requests("GET /press/"))
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,13 +126,13 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: LocalHub
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, *_: Any) -> None:
         """The log is a list."""
 
     def do_GET(self) -> None:
         self._answer()
 
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815 (http.server's names)
 
     def _answer(self) -> None:
         parts = urlsplit(self.path)
