@@ -21,7 +21,7 @@ experts are cut into blocks or the tokens into batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -63,12 +63,14 @@ class RoutedTokens:
         expert: [T, K] int32.
         weight: [T, K] float32.
         num_experts: routed experts of the layer.
+        divisor: [C], what the norm before the experts is divided by; None = nothing. What is stored stays as it was tapped.
     """
 
     x: Activations
     expert: Activations
     weight: Activations
     num_experts: int
+    divisor: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -93,7 +95,16 @@ class RoutedTokens:
 
     def read(self, start: int, stop: int) -> TapInputs:
         """(x [t, C] in the stored type, expert [t, K] int32, weight [t, K] float32); only to be read."""
-        return self.x.read(start, stop), self.expert.read(start, stop), self.weight.read(start, stop)
+        return self.inputs(start, stop), self.expert.read(start, stop), self.weight.read(start, stop)
+
+    def inputs(self, start: int, stop: int) -> torch.Tensor:
+        """x [t, C] alone; only to be read."""
+        x = self.x.read(start, stop)
+        return x if self.divisor is None else x / self.divisor.to(x.dtype)
+
+    def smoothed(self, scales: torch.Tensor) -> RoutedTokens:
+        """The same tokens as they come out of the norm ÷ `scales` [C]: a view of the same arrays, released once."""
+        return replace(self, divisor=scales)
 
     def release(self) -> None:
         """Give the memory or the files back."""

@@ -134,7 +134,7 @@ def pooled_moments(routed: RoutedTokens, *, device: str = "cpu") -> PooledMoment
     hidden = routed.x.shape[1]
     gram = torch.zeros(hidden, hidden, device=device)
     for start, stop in _chunks(len(routed)):
-        x = routed.x.read(start, stop).to(device, torch.float32)
+        x = routed.inputs(start, stop).to(device, torch.float32)
         gram.addmm_(x.T, x)
     if not bool(torch.isfinite(gram).all()):
         raise QuantizeError(
@@ -185,7 +185,7 @@ def _rows(
         x, expert, weight = routed.read(start, stop)
         order = sort_by_expert(expert, routed.num_experts)
         x = x.to(device, torch.float32)
-        paired = None if source is None else source.x.read(start, stop).to(device, torch.float32)
+        paired = None if source is None else source.inputs(start, stop).to(device, torch.float32)
         for slot, index in enumerate(experts):
             tokens, slots = order.of(index)
             if len(tokens) == 0:

@@ -5,6 +5,7 @@ Each logical weight of the source gets exactly one :class:`Decision`, a value wi
     quantize  → integers by the recipe
     keep      → the source's bytes, unchanged (FP8 codes with their scale, packed INT4, BF16, F32 …)
     bf16      → FP8 decoded and rounded once to BF16
+    rescale   → times AWQ's powers of two, in BF16 or F32 (``weights.awq.norm``): the norm before the experts and its readers
 
 A weight that no rule covers is an error, and so is a recipe that quantizes nothing: silence is how other tools lost layers.
 """
@@ -12,16 +13,20 @@ A weight that no rule covers is an error, and so is a recipe that quantizes noth
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from moepress.convert.kv_fold import Fold
 from moepress.errors import PlanRefused
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import Component, Family, Identity, classify_all
 from moepress.formats.storage import StoredWeight
 from moepress.recipe import Recipe
 
-Action = Literal["quantize", "keep", "bf16"]
+Action = Literal["quantize", "keep", "bf16", "rescale"]
+
+EXPERTS_NORM = "post_attention_layernorm.weight"
+"""Every family's name of the norm that feeds router, shared and routed experts."""
 
 FP8_KINDS = frozenset({"fp8_block", "fp8_channel", "fp8_tensor"})
 
@@ -37,12 +42,16 @@ _ALWAYS_KEPT = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One weight's fate: ``action`` and the ``reason`` a person would want to read."""
+    """One weight's fate: ``action`` and the ``reason`` a person would want to read.
+
+    ``fold``: a KV scale, powers of two by row, that goes into a weight that is kept or becomes BF16; known after calibration.
+    """
 
     stored: StoredWeight
     identity: Identity
     action: Action
     reason: str
+    fold: Fold | None = None
 
 
 def decide(
@@ -67,6 +76,13 @@ def decide(
         action, reason = rule(stored.kind, main.dtype, stored.shape, identities[name], recipe)
         decisions[name] = Decision(stored, identities[name], action, reason)
     _refuse_nothing_to_do(checkpoint, decisions)
+    if recipe.smooths_norms:
+        layers = {d.identity.layer for d in decisions.values() if d.action == "quantize"}
+        for name, d in decisions.items():
+            if d.identity.layer in layers and (
+                changed := rescaling_rule(name, d.stored.kind, d.stored.shape, d.identity)
+            ):
+                decisions[name] = replace(d, action=changed[0], reason=changed[1])
     return decisions
 
 
@@ -88,6 +104,37 @@ def rule(kind: str, dtype: str, shape: tuple[int, ...], identity: Identity, reci
     if wish == "bf16":
         return "bf16", f"{field}: bf16"
     return "keep", f"{field}: source"
+
+
+def rescaling_rule(name: str, kind: str, shape: tuple[int, ...], identity: Identity) -> tuple[Action, str] | None:
+    """What ``weights.awq.norm`` makes of a weight of a layer whose experts are quantized; None: nothing.
+
+    FP8 blocks and rows have no room for a factor per column, so FP8 readers become BF16; a shared expert's three matrices
+    do so together, because servers load it as one module.
+
+    Args:
+        name: the weight's.
+        kind: how the source stores it.
+        shape: logical.
+
+    Raises:
+        PlanRefused: a shared expert that is packed INT4 and would have to be rescaled.
+    """
+    if identity.component is Component.NORM and name.endswith(EXPERTS_NORM):
+        return "rescale", "weights.awq.norm: the norm ÷ s"
+    if identity.component is Component.ROUTER and len(shape) == 2:
+        return "rescale", "weights.awq.norm: router × s"
+    if identity.component is not Component.SHARED_EXPERT or len(shape) != 2:
+        return None
+    if kind == "int4_packed":
+        raise PlanRefused(
+            "weights.awq.norm would have to rescale a shared expert that is packed INT4",
+            where=name,
+            hint="--set weights.awq.norm=false",
+        )
+    if identity.projection != "down_proj":
+        return "rescale", "weights.awq.norm: shared expert × s"
+    return ("bf16", "weights.awq.norm: beside gate and up, which FP8 cannot hold") if kind in FP8_KINDS else None
 
 
 def _expert_rule(kind: str, identity: Identity, recipe: Recipe) -> tuple[Action, str]:

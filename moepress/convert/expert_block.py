@@ -79,7 +79,7 @@ def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pres
     """
     grid = Grid(recipe.weights.num_bits, recipe.weights.group_size)
     alphas: dict[int, float] = {}
-    if "awq" in recipe.weights.algorithm:
+    if "awq" in recipe.weights.algorithm and recipe.weights.awq.up_down:
         block, alphas = _smooth(block, inputs, grid, recipe)
     gate_up, gate_up_notes = _gate_up(block, inputs, grid, recipe)
     half_pressed = replace(block, gate_up=gate_up.dequantize())

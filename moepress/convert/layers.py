@@ -7,6 +7,8 @@ For every layer: attention, router and shared experts of both runs; statistics o
 time into integers, and straight into the layer's shards; then the experts' outputs with the integers just made, so that the next
 layer sees what the server will give it. Held at once: one layer's dense part, one block of experts, and the activations.
 
+With ``weights.awq.norm`` the layer's shards begin with the rescaled norm and its readers (`norm_smoothing`).
+
 Resume: a layer whose shards all have receipts is run with the experts read back from them; the others are pressed again. The
 numbers of a run that was never stopped come out, because nothing of a layer depends on when it was run.
 """
@@ -14,7 +16,7 @@ numbers of a run that was never stopped come out, because nothing of a layer dep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,12 +30,16 @@ from moepress.calibration.expert_tap import RoutedTokens
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.calibration.layer_runner import OpenLayer, RunSettings, Stream
 from moepress.calibration.mtp import mtp_stream
-from moepress.calibration.statistics import pooled_moments
+from moepress.calibration.statistics import PooledMoments, pooled_moments
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
+from moepress.calibration.weights import WeightSource
+from moepress.convert.decide import EXPERTS_NORM
 from moepress.convert.expert_block import LayerInputs, PressedBlock, press_block
 from moepress.convert.journal import Journal
-from moepress.convert.layout import PROJECTIONS, ShardPlan
+from moepress.convert.kv_scales import KvScales
+from moepress.convert.layout import ShardPlan
+from moepress.convert.norm_smoothing import find_norm_scales, rescaled_weights, scales_between
 from moepress.convert.plan import ConversionPlan
 from moepress.convert.units import METADATA, make_receipt
 from moepress.errors import QuantizeError
@@ -41,10 +47,9 @@ from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import expert_count, text_config
 from moepress.formats.int4 import pack_int4, unpack_int4
 from moepress.formats.writer import ShardWriter
-from moepress.quantize.grid import dequantize
+from moepress.quantize.awq import smoothed_hessian
+from moepress.quantize.grid import Grid, dequantize
 from moepress.recipe import Recipe
-
-UnitDone = Callable[[dict[str, Any]], None]
 
 
 class CalibratedLayers:
@@ -56,11 +61,19 @@ class CalibratedLayers:
         journal: of the open output folder; finished layers are taken from it.
         samples: the calibration set.
         watcher: told about layers, bytes and finished units.
+        kv: measures the source run's layers on the way; None without KV scales.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: ConversionPlan, journal: Journal, samples: CalibrationSet, watcher: Any
+        self,
+        checkpoint: Checkpoint,
+        plan: ConversionPlan,
+        journal: Journal,
+        samples: CalibrationSet,
+        watcher: Any,
+        kv: KvScales | None = None,
     ) -> None:
+        self.kv = kv
         self.checkpoint, self.plan, self.journal, self.samples, self.watcher = (
             checkpoint,
             plan,
@@ -90,6 +103,8 @@ class CalibratedLayers:
         work = sorted(set(self.shards) - self.done)
         if not work:
             return
+        measured = self.kv.missing if self.kv is not None else set()
+        work = sorted({*work, *measured})
         recipe = self.plan.recipe
         text = text_config(self.plan.family, self.checkpoint.config)
         settings = RunSettings(
@@ -103,7 +118,7 @@ class CalibratedLayers:
         ):
             model = StreamedModel(self.checkpoint.config, weights, scratch, settings)
             ours = model.embed(self.samples.token_ids)
-            source = model.embed(self.samples.token_ids) if self._error_aware else None
+            source = model.embed(self.samples.token_ids) if self._error_aware or measured else None
             for index in range(min(model.num_layers, work[-1] + 1)):
                 self._layer(model, index, ours, source)
             if work[-1] >= model.num_layers:
@@ -127,44 +142,87 @@ class CalibratedLayers:
     def _layer(self, model: StreamedModel, index: int, ours: Stream, source: Stream | None) -> None:
         self.watcher.unit(f"layer {index}")
         with model.open_layer(index) as layer:
+            if self.kv is not None and source is not None:
+                self.kv.measure(layer, source)
             theirs = layer.dense_part(source) if source is not None else None
             mine = layer.dense_part(ours)
             if mine is not None:
                 if index not in self.shards:
                     layer.experts(ours, mine)
                 elif index in self.done:
-                    layer.experts(ours, mine, lambda experts: self._read_back(index, experts))
+                    seen = self._as_the_written_norm_gives(model, index, mine)
+                    layer.experts(ours, seen, lambda experts: self._read_back(index, experts))
                 else:
-                    self._press(layer, index, ours, mine, theirs)
+                    self._press(layer, index, ours, mine, theirs if self._error_aware else None, model.source)
                 mine.release()
             if theirs is not None and source is not None:
                 layer.experts(source, theirs)
                 theirs.release()
 
     def _press(
-        self, layer: OpenLayer, index: int, stream: Stream, mine: RoutedTokens, theirs: RoutedTokens | None
+        self,
+        layer: OpenLayer,
+        index: int,
+        stream: Stream,
+        mine: RoutedTokens,
+        theirs: RoutedTokens | None,
+        weights: WeightSource,
     ) -> None:
         """Quantizes the layer's experts block by block while the quantized run's second half asks for them."""
-        inputs = LayerInputs(mine, theirs, pooled_moments(mine))
-        writer = _LayerShards(self.shards[index], self.plan, self.journal, self.watcher)
+        recipe, pooled = self.plan.recipe, pooled_moments(mine)
+        factors: torch.Tensor | None = None
+        with _LayerShards(self.shards[index], self.plan, self.journal, self.watcher) as writer:
+            if recipe.smooths_norms:
+                factors = self._rescale(index, pooled, weights, writer)
+                mine, theirs = mine.smoothed(factors), None if theirs is None else theirs.smoothed(factors)
+                pooled = PooledMoments(pooled.tokens, smoothed_hessian(pooled.gram, factors))
+            inputs = LayerInputs(mine, theirs, pooled)
 
-        def pressed(experts: range) -> ExpertBlock:
-            source = layer.load_experts(experts)
-            try:
-                block = press_block(source, inputs, self.plan.recipe)
-            except QuantizeError as error:
-                raise QuantizeError(
-                    error.what, where=f"layer {index}, experts {experts.start} to {experts.stop - 1}", hint=error.hint
-                ) from error
-            writer.add(block, lambda expert, projection: self.names[index, expert, projection])
-            self.watcher.advance(sum(self._source_bytes(index, expert) for expert in experts))
-            return block.dequantized()
+            def pressed(experts: range) -> ExpertBlock:
+                source = layer.load_experts(experts)
+                if factors is not None:
+                    source.gate_up.mul_(factors)
+                try:
+                    block = press_block(source, inputs, recipe)
+                except QuantizeError as error:
+                    raise QuantizeError(
+                        error.what,
+                        where=f"layer {index}, experts {experts.start} to {experts.stop - 1}",
+                        hint=error.hint,
+                    ) from error
+                for expert, projection, codes, scales in _matrices(block):
+                    name = self.names[index, expert, projection]
+                    writer.add(name, _packed(name, codes, scales), block.records[expert, projection])
+                    self.watcher.advance(self.plan.decisions[name].stored.nbytes)
+                return block.dequantized()
 
-        with writer:
             layer.experts(stream, mine, pressed)
 
-    def _source_bytes(self, layer: int, expert: int) -> int:
-        return sum(self.plan.decisions[self.names[layer, expert, p]].stored.nbytes for p in PROJECTIONS)
+    def _rescale(self, index: int, pooled: PooledMoments, weights: WeightSource, writer: _LayerShards) -> torch.Tensor:
+        """Finds the layer's s [C], and writes the norm and its readers with it."""
+        recipe = self.plan.recipe
+        readers = [name for (layer, _, p), name in self.names.items() if layer == index and p != "down_proj"]
+        hessian = pooled.gram * (2 / max(pooled.tokens, 1))
+        grid = Grid(recipe.weights.num_bits, recipe.weights.group_size)
+        plans = [weight for shard in self.shards[index] for weight in shard.weights if weight.action == "rescale"]
+        try:
+            found = find_norm_scales(weights, readers, hessian, grid, recipe.weights.scale)
+            for weight in rescaled_weights(weights, plans, self.plan.decisions, found):
+                writer.add(weight.name, [(weight.name, weight.value)], weight.record)
+                self.watcher.advance(self.plan.decisions[weight.name].stored.nbytes)
+        except QuantizeError as error:
+            raise QuantizeError(error.what, where=f"layer {index}, {error.where}", hint=error.hint) from error
+        return found.scales
+
+    def _as_the_written_norm_gives(self, model: StreamedModel, index: int, routed: RoutedTokens) -> RoutedTokens:
+        """The tokens of a finished layer, which may have been pressed behind a rescaled norm."""
+        for shard in self.shards[index]:
+            for weight in shard.weights:
+                if weight.action == "rescale" and weight.name.endswith(EXPERTS_NORM):
+                    with safe_open(self.journal.out / shard.name, framework="pt") as file:
+                        written = file.get_tensor(weight.name).float()
+                    return routed.smoothed(scales_between(model.source.load(weight.name), written))
+        return routed
 
     def _read_back(self, layer: int, experts: range) -> ExpertBlock:
         """The integers of a finished layer, as the server will compute with them."""
@@ -205,20 +263,16 @@ class _LayerShards:
             self._writer.__exit__(kind, error, trace)
             self._writer = None
 
-    def add(self, block: PressedBlock, name_of: Callable[[int, str], str]) -> None:
-        """Writes a block's experts; a shard that is full is closed, and gets its receipt."""
-        for expert, projection, codes, scales in _matrices(block):
-            name = name_of(expert, projection)
-            if self._writer is None:
-                self._open()
-            assert self._writer is not None  # noqa: S101 (opened above)
-            module = name.removesuffix(".weight")
-            self._writer.write(f"{module}.weight_packed", pack_int4(codes))
-            self._writer.write(f"{module}.weight_scale", scales)
-            self._writer.write(f"{module}.weight_shape", np.array(codes.shape, np.int64))
-            self._records[name] = block.records[expert, projection]
-            if len(self._records) == len(self._queue[0].weights):
-                self._close()
+    def add(self, name: str, tensors: Iterable[tuple[str, Any]], record: dict[str, Any]) -> None:
+        """Writes a weight's tensors (name, data); a shard that is full is closed, and gets its receipt."""
+        if self._writer is None:
+            self._open()
+        assert self._writer is not None  # noqa: S101 (opened above)
+        for tensor, data in tensors:
+            self._writer.write(tensor, data)
+        self._records[name] = record
+        if len(self._records) == len(self._queue[0].weights):
+            self._close()
 
     def _open(self) -> None:
         shard = self._queue[0]
@@ -251,6 +305,13 @@ def _matrices(block: PressedBlock) -> Iterator[tuple[int, str, torch.Tensor, tor
                 block.gate_up.scales[slot, rows].contiguous(),
             )
         yield expert, "down_proj", block.down.codes[slot], block.down.scales[slot]
+
+
+def _packed(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """The three tensors of a quantized weight, in the order of the shard."""
+    yield f"{name}_packed", pack_int4(codes)
+    yield f"{name}_scale", scales
+    yield f"{name}_shape", np.array(codes.shape, np.int64)
 
 
 def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int) -> int:

@@ -5,6 +5,7 @@ with their final count exist before any work starts; writers only fill them in. 
 
 * the quantized experts of a layer fill shards of their own, split evenly when one is not enough;
   in the order of experts, gate before up before down, which is the order in which calibration finishes them;
+  what calibration rescales for them (``weights.awq.norm``) comes first;
 * everything else fills shards in the source's order;
 * inside a shard, a weight's tensors stay together: ``weight_packed``, ``weight_scale``, ``weight_shape``.
 
@@ -56,20 +57,24 @@ class WeightPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One output shard: the unit of work. ``label`` is for people; ``layer`` is set where it holds a layer's experts."""
+    """One output shard: the unit of work. ``label`` is for people; ``layer`` is set where it holds a layer's experts.
+
+    ``added``: tensors that come from no weight of the source (KV scales).
+    """
 
     name: str
     label: str
     weights: tuple[WeightPlan, ...]
     layer: int | None = None
+    added: tuple[OutputTensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self.weights)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
-        return tuple(tensor for weight in self.weights for tensor in weight.outputs)
+        return (*(tensor for weight in self.weights for tensor in weight.outputs), *self.added)
 
 
 def plan_outputs(decision: Decision, recipe: Recipe, *, fp8_scale_suffix: str) -> WeightPlan:
@@ -84,6 +89,9 @@ def plan_outputs(decision: Decision, recipe: Recipe, *, fp8_scale_suffix: str) -
         return WeightPlan(stored.name, action, _packed(stored.name, stored.shape, recipe))
     if action == "bf16":
         return WeightPlan(stored.name, action, (OutputTensor(stored.name, "BF16", stored.shape),))
+    if action == "rescale":
+        dtype = "F32" if stored.parts["weight"].dtype == "F32" else "BF16"
+        return WeightPlan(stored.name, action, (OutputTensor(stored.name, dtype, stored.shape),))
     if stored.kind in FP8_KINDS:
         weight, scale = stored.parts["weight"], stored.parts["scale"]
         scale_name = f"{_module(stored.name)}.{fp8_scale_suffix}"
@@ -123,12 +131,15 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def assign_shards(weights: Sequence[tuple[Decision, WeightPlan]], *, shard_size: int) -> tuple[ShardPlan, ...]:
+def assign_shards(
+    weights: Sequence[tuple[Decision, WeightPlan]], *, shard_size: int, kv_scales: Sequence[OutputTensor] = ()
+) -> tuple[ShardPlan, ...]:
     """Puts every weight into a shard and names the shards with five digits, ``model-00001-of-00042.safetensors``.
 
     Args:
         weights: in the source's order.
         shard_size: upper bound of a shard's tensor bytes; a single larger weight gets a shard of its own.
+        kv_scales: tensors of KV scales, which get a shard of their own, the last one.
 
     Raises:
         PlanRefused: one weight alone is too large for any shard the Hub takes.
@@ -138,23 +149,29 @@ def assign_shards(weights: Sequence[tuple[Decision, WeightPlan]], *, shard_size:
             raise PlanRefused(
                 f"one weight needs {plan.nbytes:,} bytes; the Hub takes files below 50 GB", where=plan.name
             )
-    kept = [plan for _, plan in weights if plan.action != "quantize"]
+    kept = [plan for _, plan in weights if plan.action not in ("quantize", "rescale")]
     layers: dict[int, list[tuple[tuple[int, int], WeightPlan]]] = {}
-    for decision, plan in weights:
+    for number, (decision, plan) in enumerate(weights):
+        identity = decision.identity
         if plan.action == "quantize":
-            identity = decision.identity
             place = (identity.expert or 0, PROJECTIONS.index(identity.projection or ""))
             layers.setdefault(identity.layer or 0, []).append((place, plan))
+        elif plan.action == "rescale":
+            layers.setdefault(identity.layer or 0, []).append(((-1, number), plan))
     groups: list[tuple[str, int | None, list[WeightPlan]]]
     groups = [("kept tensors", None, part) for part in _split(kept, shard_size)]
     for layer in sorted(layers):
         ordered = [plan for _, plan in sorted(layers[layer], key=lambda item: item[0])]
         groups += [(f"layer {layer} experts", layer, part) for part in _split(ordered, shard_size)]
-    count = len(groups)
-    return tuple(
+    count = len(groups) + bool(kv_scales)
+    shards = [
         ShardPlan(f"model-{number:05d}-of-{count:05d}.safetensors", label, tuple(part), layer)
         for number, (label, layer, part) in enumerate(groups, start=1)
-    )
+    ]
+    if kv_scales:
+        name = f"model-{count:05d}-of-{count:05d}.safetensors"
+        shards.append(ShardPlan(name, "KV scales", (), added=tuple(kv_scales)))
+    return tuple(shards)
 
 
 def _split(weights: Sequence[WeightPlan], limit: int) -> Iterable[list[WeightPlan]]:

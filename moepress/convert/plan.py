@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moepress.convert.carried import KV_SCALES, check_carried
-from moepress.convert.decide import Decision, decide, rule
+from moepress.convert.decide import Decision, decide, rescaling_rule, rule
 from moepress.convert.description import Description, describe
+from moepress.convert.kv_plan import KvPlan, plan_kv
 from moepress.convert.layout import ShardPlan, assign_shards, plan_outputs
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights
@@ -49,6 +50,7 @@ class ConversionPlan:
     side_files: tuple[str, ...]
     warnings: tuple[str, ...]
     calibration: str | None
+    kv: KvPlan
     key: str
 
     @property
@@ -76,6 +78,7 @@ class ConversionPlan:
             "family": self.family.key,
             "layout": self.description.layout,
             "calibration": self.calibration,
+            "kv_cache": self.kv.as_json(),
             "recipe": json.loads(self.recipe.canonical_json()),
             "output_bytes": self.output_bytes,
             "shards": [
@@ -102,7 +105,8 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, *, calibration: str | None
     check_carried(checkpoint.config, decisions, contract)
     description = describe(checkpoint.config, family, recipe, decisions)
     weights = [(d, plan_outputs(d, recipe, fp8_scale_suffix=description.fp8_scale_suffix)) for d in decisions.values()]
-    shards = assign_shards(weights, shard_size=recipe.output.shard_size)
+    kv = plan_kv(checkpoint.config, family, recipe, contract, decisions)
+    shards = assign_shards(weights, shard_size=recipe.output.shard_size, kv_scales=tuple(kv.tensors.values()))
     fingerprint = source_fingerprint(checkpoint)
     return ConversionPlan(
         source=checkpoint.location,
@@ -116,7 +120,8 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, *, calibration: str | None
         side_files=checkpoint.side_files,
         warnings=checkpoint.warnings,
         calibration=calibration,
-        key=_key(fingerprint, recipe, description, shards, calibration),
+        kv=kv,
+        key=_key(fingerprint, recipe, description, shards, calibration, kv),
     )
 
 
@@ -161,13 +166,29 @@ def check_census(checkpoint: Checkpoint, storage: dict[str, StoredWeight]) -> No
 def pressed_specs(config: dict[str, Any], recipe: Recipe) -> list[WeightSpec]:
     """The weights that a configuration implies, stored as the recipe would have them. From configuration alone."""
     kinds = {"bf16": "dense", "f32": "dense", "int4": "int4_packed"}
-    specs = []
-    for spec in expected_weights(config):
-        kind = kinds.get(spec.published.kind, spec.published.kind)
-        action, _ = rule(kind, spec.published.kind, spec.shape, spec.identity, recipe)
-        stored = {"keep": spec.published, "bf16": BF16, "quantize": StoredAs("int4", recipe.weights.group_size)}[action]
-        specs.append(replace(spec, published=stored))
-    return specs
+    published = expected_weights(config)
+    stored_as = [kinds.get(spec.published.kind, spec.published.kind) for spec in published]
+    actions = [
+        rule(kind, spec.published.kind, spec.shape, spec.identity, recipe)[0]
+        for spec, kind in zip(published, stored_as, strict=True)
+    ]
+    if recipe.smooths_norms:
+        pressed = {s.identity.layer for s, action in zip(published, actions, strict=True) if action == "quantize"}
+        for i, spec in enumerate(published):
+            changed = spec.identity.layer in pressed and rescaling_rule(
+                spec.name, stored_as[i], spec.shape, spec.identity
+            )
+            actions[i] = changed[0] if changed else actions[i]
+    quantized = StoredAs("int4", recipe.weights.group_size)
+    return [
+        replace(spec, published={"keep": spec.published, "quantize": quantized}.get(action, _in_full(spec.published)))
+        for spec, action in zip(published, actions, strict=True)
+    ]
+
+
+def _in_full(published: StoredAs) -> StoredAs:
+    """BF16, or F32 where it was that."""
+    return published if published.kind == "f32" else BF16
 
 
 def check_parallel(config: dict[str, Any], recipe: Recipe) -> None:
@@ -197,12 +218,25 @@ def source_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _key(
-    fingerprint: str, recipe: Recipe, description: Description, shards: tuple[ShardPlan, ...], calibration: str | None
+    fingerprint: str,
+    recipe: Recipe,
+    description: Description,
+    shards: tuple[ShardPlan, ...],
+    calibration: str | None,
+    kv: KvPlan,
 ) -> str:
     names = [[s.name, [[t.name, t.dtype, t.shape] for t in s.tensors]] for s in shards]
     return hashlib.sha256(
         _canonical(
-            [PRESS_VERSION, fingerprint, recipe.canonical_json(), description.quantization_config, names, calibration]
+            [
+                PRESS_VERSION,
+                fingerprint,
+                recipe.canonical_json(),
+                description.quantization_config,
+                names,
+                calibration,
+                kv.key(),
+            ]
         )
     ).hexdigest()
 

@@ -8,7 +8,8 @@ is scaled down by the same factor in whatever comes before:
 
 Both are exact until something is rounded. The first touches one expert and no other tensor, and scaling a row of up
 by s leaves its rounding errors as they were (its scales grow with it): so only down has to be measured. In the second
-every reader of the norm is a consumer: router, shared expert, all experts.
+every reader of the norm is a consumer: router, shared expert, all experts. Norm, router and shared expert are stored in
+BF16, so there the s are rounded to powers of two, and lose no bit.
 
 s = (m / sqrt(max m · min m))^α for a norm, and the inverse for up → down, so that both times the rounded weight grows
 where its input m, the channel's root mean square, is large. α goes from 0 to 0.95 in steps of 0.05; the one that loses
@@ -124,33 +125,34 @@ def search_down(down: torch.Tensor, hessian: torch.Tensor, grid: Grid, *, scale:
     def loss(s: torch.Tensor) -> float:
         return _rounding_loss(some, 1 / s, hessian, grid, scale)
 
-    return _search(activation_magnitude(hessian), loss, invert=True)
+    return _search(activation_magnitude(hessian), loss, torch.reciprocal)
 
 
-def search_norm(
-    quantized: Sequence[tuple[torch.Tensor, torch.Tensor]], magnitude: torch.Tensor, grid: Grid, *, scale: Scale = "max"
-) -> Smoothing:
+def search_norm(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, *, scale: Scale = "max") -> Smoothing:
     """Scales for a norm, from the loss of those of its consumers that will be quantized.
 
     Args:
-        quantized: (weight float32 [R, C], Hessian float32 [C, C] of its inputs before smoothing) of each; rows are
-            sampled.
-        magnitude: float32 [C], root mean square of the norm's output.
+        weight: float32 [R, C], rows of all of them; a few thousand tell as much as all.
+        hessian: float32 [C, C], of their inputs before smoothing.
         grid: bits and group size.
         scale: how the rounding scales are made while measuring.
 
     Returns:
-        scales [C] for ``smooth_norm``.
+        scales [C] for ``smooth_norm``, powers of two.
 
     Raises:
         QuantizeError: the loss of the identity is not a finite number.
     """
-    samples = [(weight[:: math.ceil(weight.shape[0] / ROWS_MEASURED)], hessian) for weight, hessian in quantized]
 
     def loss(s: torch.Tensor) -> float:
-        return sum(_rounding_loss(weight, s, hessian, grid, scale) for weight, hessian in samples)
+        return _rounding_loss(weight, s, hessian, grid, scale)
 
-    return _search(magnitude, loss, invert=False)
+    return _search(activation_magnitude(hessian), loss, power_of_two)
+
+
+def power_of_two(s: torch.Tensor) -> torch.Tensor:
+    """The nearest powers of two, on a logarithmic scale: factors that a floating-point number takes without rounding."""
+    return s.log2().round().exp2()
 
 
 def _rounding_loss(
@@ -164,8 +166,10 @@ def _rounding_loss(
     return float((d @ hessian).mul_(d).sum(dtype=torch.float64))
 
 
-def _search(magnitude: torch.Tensor, loss: Callable[[torch.Tensor], float], *, invert: bool) -> Smoothing:
-    """The best α. With ``invert`` the scales multiply the weight's inputs, so an active channel gets a small one."""
+def _search(
+    magnitude: torch.Tensor, loss: Callable[[torch.Tensor], float], shape: Callable[[torch.Tensor], torch.Tensor]
+) -> Smoothing:
+    """The best α. ``shape`` makes scales of (m / sqrt(max m · min m))^α: inverts them, or rounds them."""
     identity = loss(torch.ones_like(magnitude))
     if not math.isfinite(identity):
         raise QuantizeError(
@@ -176,8 +180,7 @@ def _search(magnitude: torch.Tensor, loss: Callable[[torch.Tensor], float], *, i
     best = Smoothing(torch.ones_like(magnitude), 0.0, identity, identity, 0)
     not_finite = 0
     for alpha in ALPHAS[1:]:
-        s = candidate_scales(magnitude, alpha)
-        s = 1 / s if invert else s
+        s = shape(candidate_scales(magnitude, alpha))
         measured = loss(s)
         if not math.isfinite(measured):
             not_finite += 1

@@ -1,4 +1,4 @@
-"""What became of a tensor, as a value: Quantized, Kept or Fallback.
+"""What became of a tensor, as a value: Quantized, Kept, Rescaled or Fallback.
 
 Nothing is silent: a plan decides every tensor, a receipt records the decision, and the report and the model card count
 them. A Fallback is a tensor that is quantized, but by a plainer method than was asked for; its reason names the
@@ -51,6 +51,29 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Rescaled:
+    """Not quantized, but multiplied by AWQ's factors, powers of two, so that no bit of a weight is lost.
+
+    Args:
+        reason: what it belongs to.
+        alpha: the exponent that was found; 0 where the identity was best and the values are the source's.
+        gain: loss of the experts' rounding with the factors over that without, ≤ 1.
+    """
+
+    reason: str
+    alpha: float
+    gain: float
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "decision": "rescaled",
+            "reason": self.reason,
+            "awq_norm_alpha": self.alpha,
+            "awq_norm_gain": self.gain,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Fallback:
     """Quantized by a plainer method than asked.
 
@@ -80,4 +103,4 @@ class Fallback:
         }
 
 
-Decision = Quantized | Kept | Fallback
+Decision = Quantized | Kept | Rescaled | Fallback

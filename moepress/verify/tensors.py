@@ -6,8 +6,9 @@ the converter's decoder, packer or kernels cannot hide in its own mirror:
     FP8     codes.float() · scale spread over its blocks
     INT4    compressed_tensors' unpack_from_int32, times the scale spread over its groups
 
-Kept weights must be equal bit for bit. A quantized weight must be finite, close to the source, as close as its receipt
-says, and for round-to-nearest each code must be the nearest one to w / s.
+Kept weights must be equal bit for bit, but for the powers of two behind a rescaled norm (`norm_factors`). A quantized
+weight must be finite, close to the source, as close as its receipt says, and for round-to-nearest each code must be the
+nearest one to w / s.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moepress.formats.families import Component, Family, classify
 from moepress.formats.storage import StoredWeight
 from moepress.verify.files import OutputFiles
 from moepress.verify.findings import Findings
+from moepress.verify.norm_factors import NormFactors
 
 PACKED = ("weight_packed", "weight_scale", "weight_shape")
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -49,7 +51,18 @@ class WeightCheck:
         self._storage = storage
         recipe = output.report.get("recipe") or {}
         self.limit = float((recipe.get("limits") or {}).get("max_relative_error", DEFAULT_LIMIT))
-        self.algorithm = (recipe.get("weights") or {}).get("algorithm")
+        weights = recipe.get("weights") or {}
+        self.algorithm = weights.get("algorithm")
+        self._norms = NormFactors(
+            source.config,
+            family,
+            storage,
+            rescaled="awq" in str(self.algorithm) and bool((weights.get("awq") or {}).get("norm")),
+            pressed={name for name in output.tensors if name.endswith(".weight_packed")},
+            truth=self.truth,
+            served=self._out,
+            findings=findings,
+        )
         self.records: Mapping[str, Any] = {
             name: record for receipt in output.receipts.values() for name, record in receipt.get("weights", {}).items()
         }
@@ -63,6 +76,10 @@ class WeightCheck:
             if all(self._there(name) for name in names):
                 self._packed(stored, module)
             return names
+        if stored.name in present and (exact := self._norms.holds(stored)) is not None:
+            if not exact:
+                self.findings.problem(stored.name, "is not the source's times the factors of the norm before it")
+            return [stored.name]
         if stored.kind.startswith("fp8") and stored.name in present:
             dtype = present[stored.name][1]
             if dtype == "BF16":
@@ -141,6 +158,8 @@ class WeightCheck:
         codes = unpack_from_int32(packed, 4, torch.Size((rows, columns))).float()
         spread = scale.float().repeat_interleave(columns // scale.shape[1], 1)
         truth = self.truth(stored)
+        if (factors := self._norms.reader(stored)) is not None:
+            truth = truth * factors
         if self.records.get(stored.name, {}).get("awq_alpha"):
             truth = self._smoothed(stored, truth, codes * spread)
         error = float((truth - codes * spread).double().pow(2).sum())
@@ -171,7 +190,9 @@ class WeightCheck:
         packed, scale = (self._out(f"{up}_{part}") for part in ("packed", "scale"))
         codes = unpack_from_int32(packed, 4, torch.Size(partner.shape)).float()
         up_served = codes * scale.float().repeat_interleave(partner.shape[1] // scale.shape[1], 1)
-        product = _fit(self.truth(partner), up_served, dim=1) * factors
+        behind_norm = self._norms.reader(partner)
+        up_truth = self.truth(partner) if behind_norm is None else self.truth(partner) * behind_norm
+        product = _fit(up_truth, up_served, dim=1) * factors
         worst = float((product - 1).abs().max())
         if worst > FACTOR_TOLERANCE:
             self.findings.problem(

@@ -11,7 +11,6 @@ from torch.nn.functional import silu
 from moepress.errors import QuantizeError
 from moepress.quantize.awq import (
     _search,
-    activation_magnitude,
     candidate_scales,
     search_down,
     search_norm,
@@ -84,12 +83,16 @@ def test_up_rounds_to_the_same_codes_when_rows_scale_by_powers_of_two() -> None:
     assert torch.equal(rtn(up, Grid()).codes, rtn(smoothed, Grid()).codes)
 
 
-def test_search_for_a_norm_weighs_all_its_quantized_consumers() -> None:
+def test_search_for_a_norm_finds_powers_of_two_that_lower_the_loss() -> None:
     hessian, grid = loud_hessian(256), Grid(4, 128)
-    pairs = [(randn(32, 256, seed=s) * 0.02, hessian) for s in range(3)]
-    found = search_norm(pairs, activation_magnitude(hessian), grid)
+    weight = randn(96, 256) * 0.02
+    found = search_norm(weight, hessian, grid)
     assert found.loss < 0.75 * found.identity_loss
     assert found.scales[0] > found.scales[1]
+    assert torch.equal(found.scales.log2(), found.scales.log2().round())
+    _, (smoothed,) = smooth_norm(torch.ones(256), [weight], found.scales)
+    served = rtn(smoothed, grid).dequantize() / found.scales
+    assert float(loss(weight, served, hessian)) == pytest.approx(found.loss, rel=1e-4)
 
 
 def test_identity_stays_when_nothing_beats_it() -> None:
@@ -114,7 +117,7 @@ def test_candidates_that_overflow_are_passed_over_and_counted() -> None:
     def measured(s: torch.Tensor) -> float:
         return math.nan if s[2] > 1.5 else 10.0 - float(s[2])
 
-    found = _search(magnitude, measured, invert=False)
+    found = _search(magnitude, measured, lambda s: s)
     assert 0 < found.not_finite < 19
     assert found.loss == pytest.approx(10.0 - float(found.scales[2]))
     assert 1.4 < found.scales[2] <= 1.5
