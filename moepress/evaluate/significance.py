@@ -140,7 +140,13 @@ def bootstrap_interval(
 
 
 def judge(
-    interval: Interval, bound: float, *, better: Literal["higher", "lower"], samples: int, needed: int, of: str = "prompts"
+    interval: Interval,
+    bound: float,
+    *,
+    better: Literal["higher", "lower"],
+    samples: int,
+    needed: int,
+    of: str = "prompts",
 ) -> tuple[Verdict, str]:
     """The verdict and its reason in one sentence.
 
