@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 SMALL = 0.02
-"""Components below this share of the source are drawn as one."""
+"""Components below this share of the larger checkpoint are drawn as one."""
+_COLORS = {
+    "Routed experts": KINDS[0],
+    "Attention": KINDS[1],
+    "Shared experts": KINDS[2],
+    "Embedding": KINDS[3],
+    "Output head": KINDS[4],
+    "Dense MLP": KINDS[5],
+}
+_REST = KINDS[6]
 
 
 class _Part(NamedTuple):
@@ -44,7 +53,8 @@ class _Part(NamedTuple):
 def size_chart(rows: Sequence[SizeRow]) -> str:
     """Two bars, source and pressed, divided by component."""
     total = max(sum(row.before or 0 for row in rows), sum(row.after for row in rows), 1)
-    large = [row for row in rows if max(row.before or 0, row.after) >= SMALL * total][: len(KINDS) - 1]
+    large = [row for row in rows if row.component in _COLORS and max(row.before or 0, row.after) >= SMALL * total]
+    large.sort(key=lambda row: list(_COLORS).index(row.component))
     parts = [_Part(row.component, row.before or 0, row.after) for row in large]
     rest = [row for row in rows if row not in large]
     if rest:
@@ -55,14 +65,14 @@ def size_chart(rows: Sequence[SizeRow]) -> str:
     def draw(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         lefts = [0.0, 0.0]
-        for number, part in enumerate(parts):
+        for part in parts:
             widths = [part.before / scale, part.after / scale]
             axes.barh(
                 [1, 0],
                 widths,
                 left=lefts,
                 height=0.56,
-                color=KINDS[number],
+                color=_COLORS.get(part.component, _REST),
                 edgecolor=PAPER,
                 linewidth=1,
                 label=part.component,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moepress.formats.families import classify
-from moepress.formats.inspection import Inspection
+from moepress.formats.inspection import Inspection, inspect_checkpoint
 from moepress.report.output import PressedOutput
 
 TITLES = {
@@ -28,6 +28,8 @@ TITLES = {
     "vision": "Vision tower",
     "projector": "Vision projector",
 }
+
+_ACTIONS = {"keep": "kept", "bf16": "to BF16"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,6 @@ def size_rows(output: PressedOutput) -> list[SizeRow]:
     after = _by_component(output.inspection)
     before = {}
     if output.source_checkpoint is not None:
-        from moepress.formats.inspection import inspect_checkpoint
-
         before = _by_component(inspect_checkpoint(output.source_checkpoint))
     rows = []
     for component in [*after, *(name for name in before if name not in after)]:
@@ -103,7 +103,7 @@ def fate_rows(output: PressedOutput) -> list[FateRow]:
         identity = classify(output.family, output.checkpoint.config, name)
         component = title(identity.component.value + (" (MTP)" if identity.is_mtp else ""))
         fallback = record["decision"] == "fallback"
-        what = f"{record['action']}: {record.get('reason', '')}"
+        what = f"{_ACTIONS.get(record['action'], record['action'])} ({record.get('reason', '')})"
         if record["action"] == "quantize":
             what = f"INT{record['num_bits']}, group {record['group_size']}, {record['method']}"
             if fallback:
