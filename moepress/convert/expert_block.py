@@ -72,12 +72,14 @@ def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pres
 
     Args:
         block: the source's weights, float32.
-        inputs: of the layer.
+        inputs: of the layer; behind a norm that was divided by s, gate and up are multiplied by it first.
 
     Raises:
         QuantizeError: weights or inputs that are not finite, named by expert.
     """
     grid = Grid(recipe.weights.num_bits, recipe.weights.group_size)
+    if inputs.ours.divisor is not None:
+        block = replace(block, gate_up=block.gate_up * inputs.ours.divisor)
     alphas: dict[int, float] = {}
     if "awq" in recipe.weights.algorithm and recipe.weights.awq.up_down:
         block, alphas = _smooth(block, inputs, grid, recipe)

@@ -15,12 +15,11 @@ numbers of a run that was never stopped come out, because nothing of a layer dep
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -35,18 +34,18 @@ from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
 from moepress.calibration.weights import WeightSource
 from moepress.convert.decide import EXPERTS_NORM
-from moepress.convert.expert_block import LayerInputs, PressedBlock, press_block
+from moepress.convert.executor import Executor
+from moepress.convert.expert_block import LayerInputs, PressedBlock
 from moepress.convert.journal import Journal
 from moepress.convert.kv_scales import KvScales
+from moepress.convert.layer_shards import LayerShards, matrices, packed
 from moepress.convert.layout import ShardPlan
 from moepress.convert.norm_smoothing import find_norm_scales, rescaled_weights, scales_between
 from moepress.convert.plan import ConversionPlan
-from moepress.convert.units import METADATA, make_receipt
 from moepress.errors import QuantizeError
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import expert_count, text_config
-from moepress.formats.int4 import pack_int4, unpack_int4
-from moepress.formats.writer import ShardWriter
+from moepress.formats.int4 import unpack_int4
 from moepress.quantize.awq import smoothed_hessian
 from moepress.quantize.grid import Grid, dequantize
 from moepress.recipe import Recipe
@@ -60,6 +59,7 @@ class CalibratedLayers:
         plan: with a recipe that calibrates.
         journal: of the open output folder; finished layers are taken from it.
         samples: the calibration set.
+        executor: does the work.
         watcher: told about layers, bytes and finished units.
         kv: measures the source run's layers on the way; None without KV scales.
     """
@@ -70,17 +70,12 @@ class CalibratedLayers:
         plan: ConversionPlan,
         journal: Journal,
         samples: CalibrationSet,
+        executor: Executor,
         watcher: Any,
         kv: KvScales | None = None,
     ) -> None:
-        self.kv = kv
-        self.checkpoint, self.plan, self.journal, self.samples, self.watcher = (
-            checkpoint,
-            plan,
-            journal,
-            samples,
-            watcher,
-        )
+        self.checkpoint, self.plan, self.journal = checkpoint, plan, journal
+        self.samples, self.executor, self.watcher, self.kv = samples, executor, watcher, kv
         self.shards: dict[int, list[ShardPlan]] = {}
         for shard in plan.shards:
             if shard.layer is not None:
@@ -106,11 +101,7 @@ class CalibratedLayers:
         measured = self.kv.missing if self.kv is not None else set()
         work = sorted({*work, *measured})
         recipe = self.plan.recipe
-        text = text_config(self.plan.family, self.checkpoint.config)
-        settings = RunSettings(
-            batch_size=recipe.calibration.batch_size,
-            expert_bytes=block_bytes(recipe, int(text["hidden_size"]), _inner(text), expert_count(text)),
-        )
+        settings = run_settings(self.checkpoint, self.plan)
         folder = self.journal.state / "scratch"
         with (
             CheckpointWeights(self.checkpoint) as weights,
@@ -144,19 +135,20 @@ class CalibratedLayers:
         with model.open_layer(index) as layer:
             if self.kv is not None and source is not None:
                 self.kv.measure(layer, source)
-            theirs = layer.dense_part(source) if source is not None else None
-            mine = layer.dense_part(ours)
+            theirs = self.executor.dense(layer, source) if source is not None else None
+            mine = self.executor.dense(layer, ours)
             if mine is not None:
                 if index not in self.shards:
-                    layer.experts(ours, mine)
+                    self.executor.experts(layer, ours, mine, None)
                 elif index in self.done:
                     seen = self._as_the_written_norm_gives(model, index, mine)
-                    layer.experts(ours, seen, lambda experts: self._read_back(index, experts))
+                    finished = partial(read_back, self.journal.out, self.plan, index)
+                    self.executor.experts(layer, ours, seen, finished)
                 else:
                     self._press(layer, index, ours, mine, theirs if self._error_aware else None, model.source)
                 mine.release()
             if theirs is not None and source is not None:
-                layer.experts(source, theirs)
+                self.executor.experts(layer, source, theirs, None)
                 theirs.release()
 
     def _press(
@@ -168,37 +160,23 @@ class CalibratedLayers:
         theirs: RoutedTokens | None,
         weights: WeightSource,
     ) -> None:
-        """Quantizes the layer's experts block by block while the quantized run's second half asks for them."""
-        recipe, pooled = self.plan.recipe, pooled_moments(mine)
-        factors: torch.Tensor | None = None
-        with _LayerShards(self.shards[index], self.plan, self.journal, self.watcher) as writer:
-            if recipe.smooths_norms:
+        """Quantizes the layer's experts block by block, and writes them as they come."""
+        pooled = pooled_moments(mine)
+        with LayerShards(self.shards[index], self.plan, self.journal, self.watcher) as writer:
+            if self.plan.recipe.smooths_norms:
                 factors = self._rescale(index, pooled, weights, writer)
                 mine, theirs = mine.smoothed(factors), None if theirs is None else theirs.smoothed(factors)
                 pooled = PooledMoments(pooled.tokens, smoothed_hessian(pooled.gram, factors))
-            inputs = LayerInputs(mine, theirs, pooled)
 
-            def pressed(experts: range) -> ExpertBlock:
-                source = layer.load_experts(experts)
-                if factors is not None:
-                    source.gate_up.mul_(factors)
-                try:
-                    block = press_block(source, inputs, recipe)
-                except QuantizeError as error:
-                    raise QuantizeError(
-                        error.what,
-                        where=f"layer {index}, experts {experts.start} to {experts.stop - 1}",
-                        hint=error.hint,
-                    ) from error
-                for expert, projection, codes, scales in _matrices(block):
+            def take(block: PressedBlock) -> None:
+                for expert, projection, codes, scales in matrices(block):
                     name = self.names[index, expert, projection]
-                    writer.add(name, _packed(name, codes, scales), block.records[expert, projection])
+                    writer.add(name, packed(name, codes, scales), block.records[expert, projection])
                     self.watcher.advance(self.plan.decisions[name].stored.nbytes)
-                return block.dequantized()
 
-            layer.experts(stream, mine, pressed)
+            self.executor.press(layer, stream, LayerInputs(mine, theirs, pooled), take)
 
-    def _rescale(self, index: int, pooled: PooledMoments, weights: WeightSource, writer: _LayerShards) -> torch.Tensor:
+    def _rescale(self, index: int, pooled: PooledMoments, weights: WeightSource, writer: LayerShards) -> torch.Tensor:
         """Finds the layer's s [C], and writes the norm and its readers with it."""
         recipe = self.plan.recipe
         readers = [name for (layer, _, p), name in self.names.items() if layer == index and p != "down_proj"]
@@ -224,94 +202,42 @@ class CalibratedLayers:
                     return routed.smoothed(scales_between(model.source.load(weight.name), written))
         return routed
 
-    def _read_back(self, layer: int, experts: range) -> ExpertBlock:
-        """The integers of a finished layer, as the server will compute with them."""
-        gate_up, down = [], []
-        with ExitStack() as stack:
-            files: dict[str, Any] = {}
-            for shard in self.shards[layer]:
-                file = stack.enter_context(safe_open(self.journal.out / shard.name, framework="pt"))
+
+def run_settings(checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = "cpu") -> RunSettings:
+    """How the plan's recipe runs layers of this checkpoint."""
+    recipe, text = plan.recipe, text_config(plan.family, checkpoint.config)
+    return RunSettings(
+        batch_size=recipe.calibration.batch_size,
+        device=device,
+        expert_bytes=block_bytes(recipe, int(text["hidden_size"]), _inner(text), expert_count(text)),
+    )
+
+
+def read_back(out: Path, plan: ConversionPlan, layer: int, experts: range) -> ExpertBlock:
+    """Consecutive experts of a layer whose shards are finished, as the server will compute with them."""
+    names = {
+        (decision.identity.expert, decision.identity.projection): name
+        for name, decision in plan.decisions.items()
+        if decision.action == "quantize" and decision.identity.layer == layer
+    }
+    gate_up, down = [], []
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for shard in plan.shards:
+            if shard.layer == layer:
+                file = stack.enter_context(safe_open(out / shard.name, framework="pt"))
                 files |= {tensor.name: file for tensor in shard.tensors}
 
-            def load(expert: int, projection: str) -> torch.Tensor:
-                name = self.names[layer, expert, projection]
-                packed, scale = f"{name}_packed", f"{name}_scale"
-                codes = unpack_int4(files[packed].get_tensor(packed), self.plan.decisions[name].stored.shape[1])
-                return dequantize(codes, files[scale].get_tensor(scale))
+        def load(expert: int, projection: str) -> torch.Tensor:
+            name = names[expert, projection]
+            packed, scale = f"{name}_packed", f"{name}_scale"
+            codes = unpack_int4(files[packed].get_tensor(packed), plan.decisions[name].stored.shape[1])
+            return dequantize(codes, files[scale].get_tensor(scale))
 
-            for expert in experts:
-                gate_up.append(torch.cat([load(expert, "gate_proj"), load(expert, "up_proj")]))
-                down.append(load(expert, "down_proj"))
-        return ExpertBlock(experts.start, torch.stack(gate_up), torch.stack(down))
-
-
-class _LayerShards:
-    """The shards of one layer, written one after the other while experts come in ascending order."""
-
-    def __init__(self, shards: list[ShardPlan], plan: ConversionPlan, journal: Journal, watcher: Any) -> None:
-        self._queue = list(shards)
-        self._plan, self._journal, self._watcher = plan, journal, watcher
-        self._writer: ShardWriter | None = None
-        self._records: dict[str, dict[str, Any]] = {}
-        self._started = time.monotonic()
-
-    def __enter__(self) -> _LayerShards:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._writer is not None:
-            self._writer.__exit__(kind, error, trace)
-            self._writer = None
-
-    def add(self, name: str, tensors: Iterable[tuple[str, Any]], record: dict[str, Any]) -> None:
-        """Writes a weight's tensors (name, data); a shard that is full is closed, and gets its receipt."""
-        if self._writer is None:
-            self._open()
-        assert self._writer is not None  # noqa: S101 (opened above)
-        for tensor, data in tensors:
-            self._writer.write(tensor, data)
-        self._records[name] = record
-        if len(self._records) == len(self._queue[0].weights):
-            self._close()
-
-    def _open(self) -> None:
-        shard = self._queue[0]
-        self._writer = ShardWriter(
-            self._journal.out / shard.name, [(t.name, t.dtype, t.shape) for t in shard.tensors], METADATA
-        )
-        self._writer.__enter__()
-        self._records = {}
-        self._started = time.monotonic()
-
-    def _close(self) -> None:
-        shard, writer = self._queue.pop(0), self._writer
-        assert writer is not None  # noqa: S101 (closed once, after it was opened)
-        self._writer = None
-        writer.__exit__(None, None, None)
-        receipt = make_receipt(shard, self._plan, writer, self._records, self._started)
-        self._journal.write_receipt(shard.name, receipt)
-        self._watcher.unit_done(receipt)
-
-
-def _matrices(block: PressedBlock) -> Iterator[tuple[int, str, torch.Tensor, torch.Tensor]]:
-    """(expert, projection, codes int8 [R, C], scales bfloat16 [R, G]) in the order of the shard."""
-    inner = block.down.codes.shape[-1]
-    for slot, expert in enumerate(block.experts):
-        for projection, rows in (("gate_proj", slice(0, inner)), ("up_proj", slice(inner, 2 * inner))):
-            yield (
-                expert,
-                projection,
-                block.gate_up.codes[slot, rows].contiguous(),
-                block.gate_up.scales[slot, rows].contiguous(),
-            )
-        yield expert, "down_proj", block.down.codes[slot], block.down.scales[slot]
-
-
-def _packed(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """The three tensors of a quantized weight, in the order of the shard."""
-    yield f"{name}_packed", pack_int4(codes)
-    yield f"{name}_scale", scales
-    yield f"{name}_shape", np.array(codes.shape, np.int64)
+        for expert in experts:
+            gate_up.append(torch.cat([load(expert, "gate_proj"), load(expert, "up_proj")]))
+            down.append(load(expert, "down_proj"))
+    return ExpertBlock(experts.start, torch.stack(gate_up), torch.stack(down))
 
 
 def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int) -> int:

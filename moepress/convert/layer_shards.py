@@ -1,0 +1,97 @@
+"""The output shards of one layer, written while its experts come in ascending order.
+
+LayerShards.add(name, tensors, record)      the next weight of the plan; a full shard is closed and gets its receipt
+matrices(block)                             the weights of a pressed block, in the order of the shard
+packed(name, codes, scales)                 the three tensors of a quantized weight
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from moepress.convert.expert_block import PressedBlock
+from moepress.convert.journal import Journal
+from moepress.convert.layout import ShardPlan
+from moepress.convert.plan import ConversionPlan
+from moepress.convert.units import METADATA, make_receipt
+from moepress.formats.int4 import pack_int4
+from moepress.formats.writer import ShardWriter
+
+
+class LayerShards:
+    """Writes the shards of one layer, one after the other. A context manager: leaving it early leaves no half shard.
+
+    Args:
+        shards: of the layer, in order.
+        watcher: told about every finished shard.
+    """
+
+    def __init__(self, shards: list[ShardPlan], plan: ConversionPlan, journal: Journal, watcher: Any) -> None:
+        self._queue = list(shards)
+        self._plan, self._journal, self._watcher = plan, journal, watcher
+        self._writer: ShardWriter | None = None
+        self._records: dict[str, dict[str, Any]] = {}
+        self._started = time.monotonic()
+
+    def __enter__(self) -> LayerShards:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(kind, error, trace)
+            self._writer = None
+
+    def add(self, name: str, tensors: Iterable[tuple[str, Any]], record: dict[str, Any]) -> None:
+        """Writes a weight's tensors (name, data); a shard that is full is closed, and gets its receipt."""
+        if self._writer is None:
+            self._open()
+        assert self._writer is not None  # noqa: S101 (opened above)
+        for tensor, data in tensors:
+            self._writer.write(tensor, data)
+        self._records[name] = record
+        if len(self._records) == len(self._queue[0].weights):
+            self._close()
+
+    def _open(self) -> None:
+        shard = self._queue[0]
+        self._writer = ShardWriter(
+            self._journal.out / shard.name, [(t.name, t.dtype, t.shape) for t in shard.tensors], METADATA
+        )
+        self._writer.__enter__()
+        self._records = {}
+        self._started = time.monotonic()
+
+    def _close(self) -> None:
+        shard, writer = self._queue.pop(0), self._writer
+        assert writer is not None  # noqa: S101 (closed once, after it was opened)
+        self._writer = None
+        writer.__exit__(None, None, None)
+        receipt = make_receipt(shard, self._plan, writer, self._records, self._started)
+        self._journal.write_receipt(shard.name, receipt)
+        self._watcher.unit_done(receipt)
+
+
+def matrices(block: PressedBlock) -> Iterator[tuple[int, str, torch.Tensor, torch.Tensor]]:
+    """(expert, projection, codes int8 [R, C], scales bfloat16 [R, G]) in the order of the shard."""
+    inner = block.down.codes.shape[-1]
+    for slot, expert in enumerate(block.experts):
+        for projection, rows in (("gate_proj", slice(0, inner)), ("up_proj", slice(inner, 2 * inner))):
+            yield (
+                expert,
+                projection,
+                block.gate_up.codes[slot, rows].contiguous(),
+                block.gate_up.scales[slot, rows].contiguous(),
+            )
+        yield expert, "down_proj", block.down.codes[slot], block.down.scales[slot]
+
+
+def packed(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """The three tensors of a quantized weight, in the order of the shard."""
+    yield f"{name}_packed", pack_int4(codes)
+    yield f"{name}_scale", scales
+    yield f"{name}_shape", np.array(codes.shape, np.int64)
