@@ -33,16 +33,30 @@ class Activations:
         path: the file, or None when it is in memory.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, path: Path | None, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        path: Path | None,
+        scratch: Scratch | None,
+        memory: torch.Tensor | None = None,
+    ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.path = path
         self._scratch = scratch
-        self._memory = torch.zeros(shape, dtype=dtype) if path is None else None
+        if memory is None and path is None:
+            memory = torch.zeros(shape, dtype=dtype)
+        self._memory = memory
         self._descriptor = -1
         if path is not None:
             self._descriptor = os.open(path, os.O_RDWR)
             os.ftruncate(self._descriptor, self.nbytes)
+
+    @classmethod
+    def elsewhere(cls, rows: torch.Tensor) -> Activations:
+        """Rows [n, …] that live in somebody else's memory and budget, only to be read."""
+        return cls(tuple(rows.shape), rows.dtype, None, None, rows)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +84,8 @@ class Activations:
 
     def release(self) -> None:
         """Give the memory back, or delete the file. May be called twice."""
-        self._scratch.forget(self)
+        if self._scratch is not None:
+            self._scratch.forget(self)
         self._memory = None
         if self._descriptor >= 0:
             os.close(self._descriptor)

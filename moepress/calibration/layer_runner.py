@@ -240,9 +240,13 @@ class OpenLayer:
     def add_total(self, stream: Stream, total: Activations) -> None:
         """stream.hidden += the experts' summed outputs, [T, C] float32 by token."""
         for start, stop in self.batches(stream):
-            hidden = stream.hidden.read(start, stop).to(torch.float32, copy=True)
-            hidden[stream.real(start, stop)] += total.read(stream.first_token(start), stream.first_token(stop))
-            stream.hidden.write(start, hidden)
+            self.add_outputs(stream, start, stop, total.read(stream.first_token(start), stream.first_token(stop)))
+
+    def add_outputs(self, stream: Stream, start: int, stop: int, outputs: torch.Tensor) -> None:
+        """Adds the experts' summed outputs [t, C] float32 to the hidden states of the samples start..stop−1."""
+        hidden = stream.hidden.read(start, stop).to(torch.float32, copy=True)
+        hidden[stream.real(start, stop)] += outputs
+        stream.hidden.write(start, hidden)
 
     @torch.no_grad()
     def experts_batch(self, routed: TapInputs, weights: ExpertWeights | None = None) -> torch.Tensor:

@@ -1,0 +1,128 @@
+"""Where the work of a conversion is done: in this process, or by workers elsewhere (`moepress.cluster`).
+
+A conversion asks for four things. Each is cut so that its parts know nothing of each other, and so every place gives the
+same bytes:
+
+    shards     output shards that need no calibration, pressed and written       parts: shards
+    dense      a layer's attention, norms, router and shared experts             parts: batches of samples
+    press      a layer's experts into integers                                   parts: blocks of experts
+    experts    what a layer's experts add to their tokens                        parts: batches of samples
+
+The plan, the journal, the order of layers and every receipt stay with whoever runs the conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moepress.convert.layout import ShardPlan
+from moepress.convert.plan import ConversionPlan
+from moepress.convert.units import Pool, run_unit
+from moepress.errors import QuantizeError
+from moepress.formats.reader import TensorReader
+from moepress.recipe import Recipe
+
+if TYPE_CHECKING:
+    from moepress.calibration.expert_tap import RoutedTokens
+    from moepress.calibration.layer_fill import ExpertBlock
+    from moepress.calibration.layer_runner import OpenLayer, Stream
+    from moepress.convert.expert_block import LayerInputs, PressedBlock
+
+
+class Executor(Protocol):
+    """Does the work. All calls come from the thread that runs the conversion."""
+
+    def shards(
+        self,
+        shards: Sequence[ShardPlan],
+        plan: ConversionPlan,
+        started: Callable[[str], None],
+        progress: Callable[[int], None],
+    ) -> Iterator[tuple[ShardPlan, dict[str, Any]]]:
+        """Presses and writes shards; gives each with its receipt as soon as it is durable, in any order.
+
+        Args:
+            plan: what the shards' weights become.
+            started: called with a shard's label when work on it begins.
+            progress: called with source bytes as they are finished.
+
+        Raises:
+            FormatError, QuantizeError, ConvertError: as `units.run_unit`.
+        """
+        ...
+
+    def dense(self, layer: OpenLayer, stream: Stream) -> RoutedTokens | None:
+        """`OpenLayer.dense_part`."""
+        ...
+
+    def press(
+        self, layer: OpenLayer, stream: Stream, inputs: LayerInputs, take: Callable[[PressedBlock], None]
+    ) -> None:
+        """Quantizes all experts of a layer and adds the outputs of the quantized ones to the stream.
+
+        Args:
+            take: is given the blocks in ascending order; when it returns, they are safe in files.
+
+        Raises:
+            QuantizeError: named by layer and experts.
+        """
+        ...
+
+    def experts(
+        self, layer: OpenLayer, stream: Stream, routed: RoutedTokens, finished: Callable[[range], ExpertBlock] | None
+    ) -> None:
+        """`OpenLayer.experts` with the source's experts, or with finished ones of the output."""
+        ...
+
+
+class InProcess:
+    """This process: a pool of threads for shards, torch's own threads for layers."""
+
+    def __init__(self, recipe: Recipe, reader: TensorReader, pool: Pool, out: Path) -> None:
+        self._recipe, self._reader, self._pool, self._out = recipe, reader, pool, out
+
+    def shards(
+        self,
+        shards: Sequence[ShardPlan],
+        plan: ConversionPlan,
+        started: Callable[[str], None],
+        progress: Callable[[int], None],
+    ) -> Iterator[tuple[ShardPlan, dict[str, Any]]]:
+        for shard in shards:
+            started(shard.label)
+            yield shard, run_unit(shard, plan, self._reader, self._out, self._pool, progress)
+
+    def dense(self, layer: OpenLayer, stream: Stream) -> RoutedTokens | None:
+        return layer.dense_part(stream)
+
+    def press(
+        self, layer: OpenLayer, stream: Stream, inputs: LayerInputs, take: Callable[[PressedBlock], None]
+    ) -> None:
+        def pressed(experts: range) -> ExpertBlock:
+            block = press_experts(layer, experts, inputs, self._recipe)
+            take(block)
+            return block.dequantized()
+
+        layer.experts(stream, inputs.ours, pressed)
+
+    def experts(
+        self, layer: OpenLayer, stream: Stream, routed: RoutedTokens, finished: Callable[[range], ExpertBlock] | None
+    ) -> None:
+        layer.experts(stream, routed, finished)
+
+
+def press_experts(layer: OpenLayer, experts: range, inputs: LayerInputs, recipe: Recipe) -> PressedBlock:
+    """Loads a block of the layer's experts and quantizes it.
+
+    Raises:
+        QuantizeError: named by layer and experts.
+    """
+    from moepress.convert.expert_block import press_block
+
+    try:
+        return press_block(layer.load_experts(experts), inputs, recipe)
+    except QuantizeError as error:
+        place = f"layer {layer.index}, experts {experts.start} to {experts.stop - 1}"
+        raise QuantizeError(error.what, where=place, hint=error.hint) from error
