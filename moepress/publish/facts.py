@@ -1,0 +1,286 @@
+"""What the card says, gathered: the report's figures, the results of later commands, and what nobody has looked at.
+
+Everything comes from `report.output.PressedOutput`, so that page and card never disagree. Two things are the card's own:
+the warning, which is made from the evidence and names what is missing, and neutrality: folders of this machine are
+replaced by the model's names, because a card is read elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from moepress import __version__
+from moepress.formats.sizes import GIB
+from moepress.hub.address import hub_address
+from moepress.hub.ledger import read_origin
+from moepress.report.gates import Gate, gates
+from moepress.report.kv_treatment import kv_treatment
+from moepress.report.memory import Gpu, GpuMemory, computed_memory
+from moepress.report.output import PressedOutput
+from moepress.report.reproduce import commands, recipe_yaml
+from moepress.report.served import SpeedPoint, measured_memory, speed_points
+from moepress.report.sizes import FateRow, SizeRow, fate_rows, size_rows
+
+PLANNED_GPU = Gpu(141_000_000_000, 0.88, "fp8")
+"""The GPU that computed memory is for: the one `moepress plan` takes by default."""
+
+WORST = 10
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source as readers find it. ``repo`` and ``commit`` None: not known to be on the Hub."""
+
+    repo: str | None
+    commit: str | None
+
+    @property
+    def words(self) -> str:
+        return self.repo or "SRC"
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Everything the template asks for. Sizes in bytes; shares 0 to 1; empty and None: not there, and the card says so."""
+
+    title: str
+    origin: Origin
+    family: str
+    grid: str
+    algorithm: str
+    layout: str
+    server: str
+    tensor_parallel: int
+    parameters: int
+    source_bytes: int
+    output_bytes: int
+    sizes: list[SizeRow]
+    fates: list[FateRow]
+    worst: list[dict[str, Any]]
+    fallbacks: dict[str, str]
+    calibration: dict[str, Any] | None
+    cost: list[str]
+    not_for: list[str]
+    fidelity: dict[str, Any] | None
+    evaluate: dict[str, Any] | None
+    validate: dict[str, Any] | None
+    speed: list[SpeedPoint]
+    memory: list[GpuMemory]
+    kv: list[str]
+    kv_seen: str | None
+    gates: list[Gate]
+    commands: list[tuple[str, str]]
+    recipe_yaml: str
+    shards: dict[str, str]
+    digest: str
+    moepress: str
+    tags: list[str]
+
+
+def read_source(output: PressedOutput, base_model: str | None) -> Origin:
+    """Where the source is on the Hub: named, recorded by `pull`, or given to convert as an address."""
+    recorded = output.report.get("source")
+    place = output.source or ""
+    found = None
+    if isinstance(recorded, Mapping) and recorded.get("repo"):
+        found = Origin(str(recorded["repo"]), recorded.get("commit"))
+    elif place and Path(place).is_dir():
+        known = read_origin(Path(place))
+        found = Origin(known.repo, known.commit) if known else None
+    elif address := hub_address(place):
+        found = Origin(address.repo, address.revision)
+    if base_model is not None and (found is None or found.repo != base_model):
+        return Origin(base_model, None)
+    return found or Origin(None, None)
+
+
+def gather(output: PressedOutput, *, title: str | None = None, base_model: str | None = None) -> CardFacts:
+    """All facts of one output.
+
+    Args:
+        title: the model's name; the folder's by default.
+        base_model: ``org/name`` of the source, where it is not recorded.
+    """
+    title = title or output.folder.resolve().name
+    origin = read_source(output, base_model)
+    neutral = _Neutral(output, title, origin)
+    report, weights = output.report, output.recipe.weights
+    fidelity, evaluate, validate = (output.found(name) for name in ("fidelity", "evaluate", "validate"))
+    kv = kv_treatment(output)
+    elsewhere = replace(output, folder=Path(title), source=origin.repo or "SRC")
+    group = f"groups of {weights.group_size}" if weights.group_size > 0 else "one scale a row"
+    return CardFacts(
+        title=title,
+        origin=origin,
+        family=output.family.title,
+        grid=f"INT{weights.num_bits}, symmetric, {group}",
+        algorithm=weights.algorithm,
+        layout=str(report["layout"]),
+        server=f"{output.recipe.serving.server} {output.recipe.serving.version}",
+        tensor_parallel=output.recipe.serving.tensor_parallel,
+        parameters=int(report["total_parameters"]),
+        source_bytes=int(report["source_bytes"]),
+        output_bytes=int(report["output_bytes"]),
+        sizes=size_rows(output),
+        fates=fate_rows(output),
+        worst=[_with_tokens(entry, output.records) for entry in report["quantized"]["worst"][:WORST]],
+        fallbacks=dict(report["fallbacks"]),
+        calibration=_calibration(output),
+        cost=_cost(fidelity, evaluate),
+        not_for=_not_for(evaluate, validate),
+        fidelity=fidelity,
+        evaluate=evaluate,
+        validate=validate,
+        speed=speed_points(validate),
+        memory=computed_memory(output, PLANNED_GPU) + measured_memory(validate),
+        kv=[text for text in kv.sentences if kv.scales or kv.evidence not in text],
+        kv_seen=kv.resolved,
+        gates=[neutral.gate(gate) for gate in gates(elsewhere)],
+        commands=[(what, neutral(line)) for what, line in commands(elsewhere) if what != "This page"],
+        recipe_yaml=neutral(recipe_yaml(output.recipe)),
+        shards=dict(report["shards"]),
+        digest=output.digest,
+        moepress=__version__,
+        tags=["moepress", "compressed-tensors", f"int{weights.num_bits}", "quantized", "mixture-of-experts", "sglang"],
+    )
+
+
+def scores(facts: CardFacts) -> list[EvalResult]:
+    """The pressed model's task scores, as the Hub's metadata has them. Figures without a score (KL) are in the text."""
+    found = []
+    for row in (facts.evaluate or {}).get("rows") or ():
+        if row.get("source") is None or row.get("candidate") is None:
+            continue
+        name, dataset = DATASETS.get(row["task"], (row["task"], re.sub(r"[^\w./-]+", "-", row["task"])))
+        found.append(
+            EvalResult(
+                task_type="text-generation",
+                task_name="Text Generation",
+                dataset_type=dataset,
+                dataset_name=name,
+                metric_type=re.sub(r"[^\w-]+", "_", row["metric"]),
+                metric_name=f"{row['metric']} (source, measured alike: {row['source']:.4f})",
+                metric_value=round(float(row["candidate"]), 6),
+            )
+        )
+    return found
+
+
+DATASETS = {
+    "gsm8k": ("GSM8K", "openai/gsm8k"),
+    "mmlu": ("MMLU", "cais/mmlu"),
+    "arc_challenge": ("ARC-Challenge", "allenai/ai2_arc"),
+    "humaneval": ("HumanEval", "openai/openai_humaneval"),
+    "mbpp": ("MBPP", "google-research-datasets/mbpp"),
+}
+"""lm-eval's task to its name and its data set on the Hub."""
+
+
+def _calibration(output: PressedOutput) -> dict[str, Any] | None:
+    recipe = output.recipe
+    if not recipe.calibrated:
+        return None
+    text = recipe.calibration.text
+    if text == "default":
+        words = "the text that ships with moepress (English technical prose and Python)"
+    elif text.startswith("hub:"):
+        words = f"[{text[4:]}](https://huggingface.co/datasets/{text[4:]})"
+    else:
+        words = f"a file of the publisher's, `{Path(text).name}`"
+    return {
+        "text": words,
+        "samples": recipe.calibration.samples,
+        "length": recipe.calibration.length,
+        "sha256": output.report.get("calibration_sha256"),
+    }
+
+
+def _cost(fidelity: Mapping[str, Any] | None, evaluate: Mapping[str, Any] | None) -> list[str]:
+    """What it cost, one sentence a measurement; a sentence too where there is none."""
+    found = []
+    for name, text in ((fidelity or {}).get("texts") or {}).items():
+        found.append(
+            f"On {name}, the next-token distribution moved by {text['kl']:.4f} nats a token (KL), and "
+            f"{text['top1_agreement']:.1%} of the most likely tokens are the same."
+        )
+    if evaluate is None:
+        found.append("**No task was scored**: what it costs in answers is not known.")
+        return found
+    rows = [row for row in evaluate.get("rows") or () if row.get("source") is not None]
+    lost = [row for row in rows if row["verdict"] == "REGRESSION"]
+    short = [row for row in rows if row["verdict"] == "NOT ENOUGH DATA"]
+    if rows:
+        found.append(
+            f"{len(rows)} scores were compared with the source's, measured alike: {len(lost)} regressed, "
+            f"{len(short)} had too little data to tell."
+        )
+    else:
+        found.append("**No task was scored**: what it costs in answers is not known.")
+    return found
+
+
+def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | None) -> list[str]:
+    """When not to use the weights: from the evidence, and from what is missing of it."""
+    found = []
+    rows = list((evaluate or {}).get("rows") or ())
+    lost = [row["task"] for row in rows if row["verdict"] == "REGRESSION"]
+    if lost:
+        found.append(f"for {', '.join(dict.fromkeys(lost))}: they regressed beyond the recipe's bounds (table below)")
+    tested = {row["task"] for row in rows}
+    if not any("tool" in task for task in tested):
+        found.append("for long runs with tools: tool calls were not evaluated, and small errors add up over turns")
+    if not tested & {"humaneval", "mbpp"} and not any("code" in task for task in tested):
+        found.append("for writing code without checking it: no coding task was scored")
+    median = (((evaluate or {}).get("drift") or {}).get("candidate") or {}).get("median")
+    if median is not None:
+        found.append(
+            f"where an answer must be the source's word for word: half of the long answers part by token {median}"
+        )
+    else:
+        found.append(
+            "where an answer must be the source's word for word: quantized weights give other words sooner or later"
+        )
+    if validate is None:
+        found.append("unwatched: no server was seen loading these files")
+    found.append("behind a service that names the source model without saying that its weights are quantized")
+    return found
+
+
+class _Neutral:
+    """Replaces folders of this machine by names."""
+
+    def __init__(self, output: PressedOutput, title: str, origin: Origin) -> None:
+        pairs = [(str(output.folder.resolve()), title), (str(output.folder), title)]
+        if output.source and Path(output.source).is_absolute():
+            pairs.append((output.source, origin.words))
+        verified = (output.found("verify") or {}).get("source")
+        if verified and Path(str(verified)).is_dir():
+            pairs += [(str(Path(str(verified)).resolve()), origin.words), (str(verified), origin.words)]
+        text = output.recipe.calibration.text
+        if Path(text).is_absolute():
+            pairs.append((text, Path(text).name))
+        self._pairs = [(old, new) for old, new in sorted(pairs, key=lambda pair: -len(pair[0])) if len(old) > 1]
+
+    def __call__(self, text: str) -> str:
+        for old, new in self._pairs:
+            text = text.replace(old, new)
+        return text
+
+    def gate(self, gate: Gate) -> Gate:
+        return replace(gate, reason=self(gate.reason))
+
+
+def _with_tokens(entry: dict[str, Any], records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    tokens = records.get(entry["weight"], {}).get("tokens")
+    return {**entry, "tokens": None if tokens is None else int(tokens)}
+
+
+def gibibytes(count: float) -> str:
+    """``420.71 GiB``, ``8.69 MiB``: the unit of every size on the card."""
+    return f"{count / GIB:,.2f} GiB" if abs(count) >= GIB / 2 else f"{count / 2**20:,.2f} MiB"
