@@ -290,17 +290,20 @@ def candidate_scales(amax: Mapping[str, float], headroom: float = 1.0) -> dict[s
     return candidates
 
 
-def suspicious(layers: Sequence[LayerCache]) -> list[str]:
+def suspicious(layers: Sequence[Mapping[str, float]]) -> list[str]:
     """Reasons not to trust a set of measurements: one sentence each, empty when there are none.
 
     Calibrated scales differ from layer to layer. Equal ones mean that what was measured is not the cache: a hook that
     saw a constant, or a default that was never replaced.
+
+    Args:
+        layers: amax of each.
     """
     if len(layers) < 2:
         return []
-    names = sorted({name for layer in layers for name in layer.amax})
+    names = sorted({name for amax in layers for name in amax})
     return [
-        f"{name}: the same largest value {layers[0].amax[name]:.6g} in all {len(layers)} layers"
+        f"{name}: the same largest value {layers[0][name]:.6g} in all {len(layers)} layers"
         for name in names
-        if len({layer.amax.get(name) for layer in layers}) == 1
+        if len({amax.get(name) for amax in layers}) == 1
     ]

@@ -17,11 +17,11 @@ from typing import Any
 from moepress.convert.decide import Decision
 from moepress.errors import PlanRefused
 from moepress.formats.families import Component
+from moepress.formats.kv_contract import SCALE_ENDINGS
 from moepress.formats.quantization_config import parse_source_quantization
 from moepress.formats.runtime_contract import Contract
 
-KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
-"""Ends of the names under which tools have stored scales of the KV cache."""
+KV_SCALES = SCALE_ENDINGS
 
 
 def check_carried(config: Mapping[str, Any], decisions: Mapping[str, Decision], contract: Contract) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moepress.convert.decide import FP8_KINDS, Decision
+from moepress.convert.kv_plan import emission_for
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.families import Component, Family, text_config
 from moepress.formats.quantization_config import (
@@ -111,6 +112,7 @@ def _build(
             num_layers=layers,
         ),
         linears=_linears(config, decisions) if layout != "bf16_rest" else None,
+        kv_cache_scales=emission_for(recipe, contract)[0] == "checkpoint",
     )
     check_quantization_config(built, stored, num_layers=layers, built_dense=contract.built_dense)
     return built

@@ -11,6 +11,7 @@ import statistics
 from typing import Any
 
 from moepress.convert.journal import Journal
+from moepress.convert.kv_scales import KvScales
 from moepress.convert.output_config import output_config
 from moepress.convert.plan import ConversionPlan
 from moepress.errors import ConvertError
@@ -22,8 +23,13 @@ WORST = 20
 """How many of the worst weights a report names."""
 
 
-def finish(checkpoint: Checkpoint, plan: ConversionPlan, journal: Journal) -> dict[str, Any]:
+def finish(
+    checkpoint: Checkpoint, plan: ConversionPlan, journal: Journal, kv: KvScales | None = None
+) -> dict[str, Any]:
     """Completes the output folder and returns the report.
+
+    Args:
+        kv: the KV scales, all measured; None where there are none.
 
     Raises:
         ConvertError: a unit has no receipt.
@@ -38,6 +44,7 @@ def finish(checkpoint: Checkpoint, plan: ConversionPlan, journal: Journal) -> di
         receipts.append(receipt)
     side_files = {name: copy_file(checkpoint.path(name), journal.out / name) for name in plan.side_files}
     report = make_report(plan, receipts, side_files)
+    report["kv_cache"] = kv.as_json() if kv is not None else plan.kv.as_json()
     atomic_write_json(journal.out / "moepress_report.json", report)
     atomic_write_json(journal.out / "config.json", output_config(checkpoint, plan))
     write_index(

@@ -21,16 +21,16 @@ that are no multiples of the block), k_pe is left as it is, with that reason, un
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
-from moepress.errors import QuantizeError
 from moepress.formats.storage import StoredWeight
 
 Bands = tuple[tuple[int, int], ...]
+Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,12 @@ class Fold:
         found = {exponent for _, exponent in self.bands}
         return found.pop() if len(found) == 1 else None
 
-    def exponents(self, rows: torch.Tensor) -> torch.Tensor:
+    def exponents(self, rows: Rows) -> Rows:
         """Exponents of some rows: int64 [n] row indices -> int64 [n]."""
-        starts = torch.tensor([0, *(count for count, _ in self.bands)]).cumsum(0)
-        place = torch.searchsorted(starts[1:], rows % int(starts[-1]), right=True)
-        return torch.tensor([exponent for _, exponent in self.bands])[place]
+        ends = np.cumsum([count for count, _ in self.bands])
+        place = np.searchsorted(ends, rows % ends[-1], side="right")
+        found: Rows = np.array([exponent for _, exponent in self.bands], np.int64)[place]
+        return found
 
     def as_json(self) -> list[list[int]]:
         """``[[rows, exponent], …]``, as receipts and the report hold it."""
@@ -143,56 +144,8 @@ def straddled(stored: StoredWeight, fold: Fold) -> str | None:
     if fold.uniform is not None or not stored.kind.startswith("fp8") or stored.kind == "fp8_channel":
         return None
     high = stored.block[0] if stored.block else stored.shape[0]
-    rows = torch.arange(stored.shape[0])
+    rows = np.arange(stored.shape[0])
     exponents = fold.exponents(rows)
     if bool((exponents == exponents[rows // high * high]).all()):
         return None
     return f"an FP8 scale of {stored.name.rpartition('self_attn.')[2]} covers rows of two factors"
-
-
-def fold_rows(values: torch.Tensor, first_row: int, fold: Fold, name: str) -> None:
-    """Decoded rows × their powers of two, in place. values: float32 [n, C], rows from `first_row` on of the weight.
-
-    Raises:
-        QuantizeError: a value overflows float32.
-    """
-    exponents = fold.exponents(torch.arange(first_row, first_row + len(values)))
-    values.mul_(torch.exp2(exponents.float())[:, None])
-    _check_finite(values, name)
-
-
-def fold_part(flat: torch.Tensor, first: int, stored: StoredWeight, part: str, fold: Fold) -> torch.Tensor:
-    """A kept tensor's numbers × their powers of two, in their own type.
-
-    Args:
-        flat: [n], consecutive numbers of the stored tensor, from its number `first` on. Of an FP8 weight: of its scale.
-        stored: the weight.
-        part: the tensor's role in it.
-        fold: the weight's.
-
-    Raises:
-        QuantizeError: a number overflows its type.
-    """
-    shape = stored.parts[part].shape
-    rows = torch.arange(first, first + len(flat)) // _per_row(shape, rows=stored.shape[0])
-    if part == "scale":
-        rows *= stored.block[0] if stored.block else 1
-    exponents = fold.exponents(rows)
-    folded = (flat.float() * torch.exp2(exponents.float())).to(flat.dtype)
-    if bool((~torch.isfinite(folded) & torch.isfinite(flat.float())).any()):
-        raise QuantizeError(
-            "folding a KV scale overflows the weight's type", where=stored.name, hint="--set kv_cache.scales=none"
-        )
-    return folded
-
-
-def _per_row(shape: Sequence[int], rows: int) -> int:
-    """Numbers of a stored tensor that belong to one row of it; a lone scale is one row of the whole weight."""
-    if len(shape) < 2:
-        return 1 if shape and shape[0] > 1 else max(rows, 1)
-    return shape[1]
-
-
-def _check_finite(values: torch.Tensor, name: str) -> None:
-    if not bool(torch.isfinite(values).all()):
-        raise QuantizeError("folding a KV scale overflows float32", where=name, hint="--set kv_cache.scales=none")

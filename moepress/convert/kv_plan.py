@@ -48,7 +48,7 @@ class KvPlan:
     tensors: Mapping[tuple[int, str], OutputTensor] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """For the plan file and the resume key."""
+        """For the plan file and the report."""
         return {
             "emission": self.emission,
             "reason": self.reason,
@@ -56,6 +56,10 @@ class KvPlan:
             "left": dict(self.left),
             "tensors": [tensor.name for tensor in self.tensors.values()],
         }
+
+    def key(self) -> list[Any]:
+        """What of it decides bytes: part of the resume key."""
+        return [self.emission, list(self.layers), sorted(self.left)]
 
     def lines(self) -> list[str]:
         """What ``plan`` and ``convert`` say about it."""

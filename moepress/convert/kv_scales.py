@@ -15,17 +15,24 @@ weights for no gain, so it is not done, and the report says so.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moepress.convert.journal import Journal, read_json
 from moepress.convert.kv_fold import Fold, layer_folds
-from moepress.convert.kv_plan import ATTENTION, KvPlan, attention_weights
+from moepress.convert.kv_plan import KvPlan, attention_weights
+from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan
+from moepress.convert.units import METADATA, make_receipt
 from moepress.errors import ConvertError
 from moepress.formats.atomic import atomic_write_json
+from moepress.formats.writer import ShardWriter
 
 if TYPE_CHECKING:
     from moepress.calibration.kv_cache import LayerCache, StoredShare
@@ -66,7 +73,7 @@ class LayerScales:
     @property
     def exponents(self) -> dict[str, int]:
         """Cached tensor -> a, for scales that are 2^a."""
-        return {name: int(scale.hex().partition("p")[2]) for name, scale in self.scale.items()}
+        return {name: math.frexp(scale)[1] - 1 for name, scale in self.scale.items()}
 
 
 class KvScales:
@@ -141,18 +148,19 @@ class KvScales:
             decisions[name] = replace(decision, fold=fold, reason=f"{decision.reason}; a KV scale folded in")
         return replace(self.plan, decisions=decisions)
 
-    def suspicious(self) -> list[str]:
-        """Why the measurements should not be trusted: the same largest value in every layer."""
-        layers = list(self.layers.values())
-        names = self.plan.kv.shape.cached if len(layers) > 2 else ()
-        return [
-            f"{name}: the same largest value {layers[0].amax[name]:.6g} in all {len(layers)} layers"
-            for name in names
-            if len({layer.amax[name] for layer in layers}) == 1
-        ]
+    def write_shard(self, shard: ShardPlan, out: Path) -> dict[str, Any]:
+        """Writes the scales' own shard (``checkpoint``) and returns its receipt: F32 [1] each."""
+        started = time.monotonic()
+        values = {t.name: self.layers[layer].scale[cached] for (layer, cached), t in self.plan.kv.tensors.items()}
+        with ShardWriter(out / shard.name, [(t.name, t.dtype, t.shape) for t in shard.added], METADATA) as writer:
+            for tensor in shard.added:
+                writer.write(tensor.name, np.array([values[tensor.name]], np.float32))
+        return make_receipt(shard, self.plan, writer, {}, started)
 
     def as_json(self) -> dict[str, Any]:
         """For the report: what was chosen and why, per layer."""
+        from moepress.calibration.kv_cache import suspicious
+
         folds: dict[int, dict[str, Any]] = {}
         for name, fold in self.folds().items():
             index = self.plan.decisions[name].identity.layer
@@ -163,10 +171,10 @@ class KvScales:
             "dtype": self.plan.recipe.kv_cache.dtype,
             "headroom": self.plan.recipe.kv_cache.headroom,
             "server": f"{contract.server} {contract.version}",
-            "suspicious": self.suspicious(),
+            "suspicious": suspicious([layer.amax for layer in self.layers.values()]),
             "layers": {
                 str(index): {
-                    **{key: value for key, value in asdict(self.layers[index]).items() if key != "layer"},
+                    **_without_index(self.layers[index]),
                     "emission": self._emission(index, folds),
                     "folds": folds.get(index, {}),
                 }
@@ -221,14 +229,16 @@ def _choose(
     unit, folded = shares["unit"][name], shares["power_of_two"][name]
     span = f"{headroom:g} × {largest:.4g}"
     if plan.emission == "checkpoint":
-        return _as_float32(shares["calibrated"][name].scale), f"{span} / {LARGEST:g}"
-    if name in plan.left:
-        return 1.0, plan.left[name]
+        return float(np.float32(shares["calibrated"][name].scale)), f"{span} / {LARGEST:g}"
     if folded.scale > 1:
-        return folded.scale, f"{span} does not fit {LARGEST:g}"
-    if folded.scale < 1 and folded.error < WORTH_IT * unit.error:
-        return folded.scale, f"error of stored values {unit.error:.4f} → {folded.error:.4f}"
-    return 1.0, f"1.0 is as good: {span} fits {LARGEST:g}, error of stored values {unit.error:.4f}"
+        why = f"{span} does not fit {LARGEST:g}"
+    elif folded.scale < 1 and folded.error < WORTH_IT * unit.error:
+        why = f"error of stored values {unit.error:.4f} → {folded.error:.4f}"
+    else:
+        return 1.0, f"1.0 is as good: {span} fits {LARGEST:g}, error of stored values {unit.error:.4f}"
+    if name in plan.left:
+        return 1.0, f"{why}, but {plan.left[name]}"
+    return folded.scale, why
 
 
 def _layer_scales(measured: LayerCache, reasons: dict[str, str]) -> LayerScales:
@@ -247,7 +257,5 @@ def _layer_scales(measured: LayerCache, reasons: dict[str, str]) -> LayerScales:
     )
 
 
-def _as_float32(value: float) -> float:
-    import numpy as np
-
-    return float(np.float32(value))
+def _without_index(scales: LayerScales) -> dict[str, Any]:
+    return {key: value for key, value in asdict(scales).items() if key != "layer"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from moepress.convert.estimate import DiskNeed, TimeEstimate, check_disk, disk_need, estimate_time
 from moepress.convert.journal import Journal
+from moepress.convert.kv_plan import reads_calibration_text
 from moepress.convert.plan import ConversionPlan, check_parallel, make_plan, pressed_specs
 from moepress.convert.run import calibration_samples
 from moepress.errors import CheckpointError, PlanRefused
@@ -76,6 +77,7 @@ class Outlook:
             text.append("neither fits: use more GPUs or smaller weights")
         if self.plan is not None:
             text.append(f"output: {len(self.plan.shards)} shards, layout {self.plan.layout}")
+            text += self.plan.kv.lines()
         if self.disk is not None:
             text.append(
                 f"disk: {self.disk.needed / GIB:,.2f} GiB needed, {self.disk.free / GIB:,.2f} GiB free in {self.disk.folder}"
@@ -151,7 +153,9 @@ def outlook(
         checkpoint = open_checkpoint(source)
         config = checkpoint.config
         samples = (
-            calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if recipe.calibrated else None
+            calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code)
+            if reads_calibration_text(identify_family(config), recipe)
+            else None
         )
         plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
         target = out or Path("moepress-output")

@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from moepress.convert.decide import FP8_KINDS, Decision
+from moepress.convert.kv_press import fold_part, fold_rows
 from moepress.errors import FormatError, QuantizeError
 from moepress.formats.fp8 import check_scale, decode_band, decode_e8m0, decode_fp8
 from moepress.formats.int4 import pack_int4
@@ -137,7 +138,10 @@ def _to_bf16(piece: Piece, reader: TensorReader, scratch: Scratch) -> Pressed:
     out = torch.empty((rows, columns), dtype=torch.bfloat16)
     source = _Source(piece, reader, scratch)
     for first, last in _tiles(rows, columns):
-        out[first:last].copy_(torch.from_numpy(source.tile(first, last)))
+        values = torch.from_numpy(source.tile(first, last))
+        if piece.decision.fold is not None:
+            fold_rows(values, piece.first + first, piece.decision.fold, piece.decision.stored.name)
+        out[first:last].copy_(values)
     return Pressed((_bytes(out.view(torch.int16).numpy()),), source.digest, None)
 
 
@@ -154,7 +158,20 @@ def _keep(piece: Piece, reader: TensorReader) -> Pressed:
             raise FormatError(f"{bad} FP8 codes are NaN (0x7F or 0xFF)", where=stored.name, hint=NAN_HINT)
     if stored.scale_encoding == "e8m0" and piece.part == "scale":
         data = _bytes(decode_e8m0(torch.from_numpy(data), name=ref.name).numpy())
+    if piece.decision.fold is not None and piece.part == ("scale" if stored.kind in FP8_KINDS else "weight"):
+        data = _folded(piece, data)
     return Pressed((data,), digest, None)
+
+
+def _folded(piece: Piece, data: Bytes) -> Bytes:
+    """A kept piece with a KV scale in it: the exponents of its numbers change, and nothing else."""
+    stored, fold = piece.decision.stored, piece.decision.fold
+    ref = stored.parts[piece.part]
+    as_float32 = stored.scale_encoding == "e8m0" and piece.part == "scale"
+    flat = torch.from_numpy(data).view(torch.float32 if as_float32 else torch_dtype(ref.dtype))
+    first = piece.first * math.prod(ref.shape) // max(1, ref.nbytes)
+    assert fold is not None  # noqa: S101 (asked by the caller)
+    return _bytes(fold_part(flat, first, stored, piece.part, fold).view(torch.uint8).numpy())
 
 
 class _Source:

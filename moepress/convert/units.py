@@ -176,6 +176,7 @@ class _Weight:
             "action": self.decision.action,
             "source_xxh3": xxhash.xxh3_128_hexdigest("".join(self.digests).encode()),
             **outcome.as_json(),
+            **({"fold": self.decision.fold.as_json()} if self.decision.fold is not None else {}),
         }
 
 
