@@ -19,6 +19,7 @@ from moepress.commands.options import (
     recipe_words,
 )
 from moepress.commands.progress import ConvertProgress
+from moepress.commands.workers import Gather, RayAddress, WorkerCount, WorkerGpus, WorkerThreads, place_of_work
 
 if TYPE_CHECKING:
     from moepress.convert.run import Conversion
@@ -32,6 +33,11 @@ def convert(
     overrides: Overrides = None,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
+    workers: WorkerCount = None,
+    ray_address: RayAddress = None,
+    worker_threads: WorkerThreads = 1,
+    worker_gpus: WorkerGpus = 0,
+    gather: Gather = None,
     as_json: AsJson = False,
 ) -> None:
     """Press SRC into OUT. Stopped at any moment, the same command resumes."""
@@ -40,11 +46,18 @@ def convert(
     from moepress.recipe import load_recipe
 
     loaded: Recipe = load_recipe(recipe, overrides or ())
+    place = place_of_work(workers, ray_address, worker_threads, worker_gpus, gather)
     command = f"moepress convert {source} {out} --recipe {recipe_words(recipe, overrides)}"
     try:
         with ConvertProgress(quiet=as_json) as progress:
             result = run_convert(
-                source, out, loaded, threads=threads, trust_remote_code=trust_remote_code, watcher=progress
+                source,
+                out,
+                loaded,
+                threads=threads,
+                trust_remote_code=trust_remote_code,
+                watcher=progress,
+                place=place,
             )
     except KeyboardInterrupt:
         note(f"stopped; finished shards are kept. To resume:\n  {command}")

@@ -22,7 +22,7 @@ def fidelity(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            "--text", metavar="FILE", help="Held-out .txt or .jsonl; may be repeated [default: the shipped text]."
+            "--text", metavar="FILE", help="Held-out .txt or .jsonl; may be repeated (default: the shipped text)."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each text.")] = 32,

@@ -17,7 +17,7 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Data on stdout as JSON, talk on stderr.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Pressing threads [default: all processors]. Changes no byte.")
+    int | None, typer.Option("--threads", min=1, help="Pressing threads (default: all processors). Changes no byte.")
 ]
 
 TrustRemoteCode = Annotated[

@@ -14,6 +14,7 @@ The plan, the journal, the order of layers and every receipt stay with whoever r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +22,7 @@ from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan
 from moepress.convert.units import Pool, run_unit
 from moepress.errors import QuantizeError
+from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.reader import TensorReader
 from moepress.recipe import Recipe
 
@@ -77,6 +79,10 @@ class Executor(Protocol):
         ...
 
 
+Place = Callable[[Checkpoint, ConversionPlan, Path], AbstractContextManager[Executor]]
+"""Opens an executor for a conversion into a folder that this run owns."""
+
+
 class InProcess:
     """This process: a pool of threads for shards, torch's own threads for layers."""
 
@@ -111,6 +117,13 @@ class InProcess:
         self, layer: OpenLayer, stream: Stream, routed: RoutedTokens, finished: Callable[[range], ExpertBlock] | None
     ) -> None:
         layer.experts(stream, routed, finished)
+
+
+@contextmanager
+def in_process(checkpoint: Checkpoint, plan: ConversionPlan, out: Path, *, threads: int) -> Iterator[Executor]:
+    """An executor of this process, with its open files and threads."""
+    with TensorReader(checkpoint) as reader, Pool(threads) as pool:
+        yield InProcess(plan.recipe, reader, pool, out)
 
 
 def press_experts(layer: OpenLayer, experts: range, inputs: LayerInputs, recipe: Recipe) -> PressedBlock:

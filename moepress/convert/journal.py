@@ -101,10 +101,17 @@ class Journal:
         self.receipts_folder.mkdir(parents=True, exist_ok=True)
         with _exclusive(self.state / "run.lock"):
             self.check()
-            for path in self.out.rglob(f"*{TEMPORARY_SUFFIX}"):
-                path.unlink()
+            self._sweep()
             atomic_write_json(self.state / "plan.json", self.plan.as_json())
-            yield
+            try:
+                yield
+            finally:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes temporary files: of a dead run before, of workers that died in this one after."""
+        for path in self.out.rglob(f"*{TEMPORARY_SUFFIX}"):
+            path.unlink(missing_ok=True)
 
     def receipt(self, shard_name: str) -> dict[str, Any] | None:
         """The receipt of a finished unit, or None if the unit has still to be done.
