@@ -55,6 +55,10 @@ _RATE_LIMIT = re.compile(r'"\w+"\s*;\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)')
 Tell = Callable[[str], None]
 
 
+class HubUnreachable(HubError):
+    """The Hub failed, or the way to it did: the same request may work later."""
+
+
 class _Turn:
     """When requests may be made again: one moment for all threads, since the limit is one for all."""
 
@@ -220,12 +224,13 @@ def _explain(error: BaseException, repo: str, revision: str | None, writing: boo
         return HubError(f"{repo!r} is not a repository's name", hint="write org/name, or org/name@revision")
     if isinstance(error, HfHubHTTPError):
         said = (error.server_message or "").strip()
-        return HubError(
+        kind = HubUnreachable if status in _FAILING else HubError
+        return kind(
             f"the Hub answered {status}" + (f": {said[:300]}" if said else ""),
             where=f"{error.response.request.method} {error.response.url.path}",
             hint="run the same command again: what is done is kept",
         )
-    return HubError(
+    return HubUnreachable(
         f"the Hub cannot be reached: {type(error).__name__}",
         where=endpoint(),
         hint="check the network and HTTPS_PROXY, then run the same command again: what is done is kept",

@@ -44,7 +44,7 @@ def make_card(output: PressedOutput, *, title: str | None = None, base_model: st
         tags=facts.tags,
         results=scores(facts),
     )
-    metadata = data.to_dict()
+    metadata: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]
     check_metadata(metadata)
     if facts.origin.repo is None:
         notes.append(

@@ -24,7 +24,7 @@ from moepress.formats.atomic import atomic_file, write_all
 from moepress.formats.shard_index import INDEX_NAME, list_some
 from moepress.formats.side_files import CONFIG_NAME
 from moepress.formats.sources import TEMPORARY_SUFFIX
-from moepress.hub.listing import RemoteFile, git_blob_sha1
+from moepress.hub.listing import RemoteFile, checksum_of, git_blob_sha1
 from moepress.publish.gate import Publishable
 from moepress.recipe import MAX_SHARD_BYTES
 from moepress.results import REPORT_NAME
@@ -38,7 +38,7 @@ NOT_SENT = frozenset((".gitattributes", CARD_NAME))
 
 @dataclass(frozen=True)
 class Sent:
-    """A file and its checksums, in hex; the Hub lists large files by the first and small ones by the second."""
+    """A file and its checksums, in hex; the Hub lists large files by the first and small ones by the second (None: a shard's)."""
 
     name: str
     path: Path
@@ -50,7 +50,9 @@ class Sent:
         """The Hub has just these bytes."""
         if remote is None or remote.size != self.size:
             return False
-        return remote.sha256 == self.sha256 if remote.sha256 else remote.git_sha1 == self.git_sha1
+        if remote.sha256:
+            return remote.sha256 == self.sha256
+        return remote.git_sha1 == (self.git_sha1 or checksum_of(self.path, remote))
 
 
 @dataclass(frozen=True)

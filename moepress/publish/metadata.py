@@ -81,7 +81,9 @@ def card_metadata(
         tags=[*tags, *(tag for tag in theirs if tag not in tags)],
         eval_results=results or None,
         model_name=title if results else None,
-        **licence,
+        license=licence.get("license"),
+        license_name=licence.get("license_name"),
+        license_link=licence.get("license_link"),
     )
     if base_model is not None:
         data["base_model_relation"] = "quantized"
