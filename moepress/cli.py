@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from moepress import __version__
-from moepress.commands import convert, fidelity, inspect, plan, pull, recipes, report, verify
+from moepress.commands import card, convert, fidelity, inspect, plan, publish, pull, recipes, report, serve, validate, verify
 from moepress.commands.options import print_json
 from moepress.errors import MoepressError
 
@@ -26,7 +26,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (inspect.inspect, plan.plan, pull.pull, convert.convert, verify.verify, fidelity.fidelity, report.report):
+for command in (
+    inspect.inspect,
+    plan.plan,
+    pull.pull,
+    convert.convert,
+    verify.verify,
+    fidelity.fidelity,
+    validate.validate,
+    serve.serve,
+    report.report,
+    card.card,
+    publish.publish,
+):
     app.command()(command)
 app.add_typer(recipes.app, name="recipes")
 

@@ -154,6 +154,18 @@ class Mtp(Section):
     rest: Literal["source", "bf16"] = Field("source", description="the layer's attention, shared experts and eh_proj")
 
 
+class Disaggregation(Section):
+    """Prefill and decode on servers of their own. Changes no byte of the checkpoint, only `moepress serve`'s commands."""
+
+    prefill_tensor_parallel: int | None = Field(
+        None, ge=1, le=1024, description="GPUs of the prefill server; null: as many as decode"
+    )
+    transfer_backend: Literal["mooncake", "nixl"] = Field("mooncake", description="what carries the KV cache across")
+    kv_checksum: bool = Field(
+        True, description="Adler-32 over each request's cached pages, made by prefill and checked by decode"
+    )
+
+
 class Serving(Section):
     """The server the files are made for: it decides names and layout, and what the plan refuses."""
 
@@ -164,6 +176,7 @@ class Serving(Section):
         description="how INT4 experts and the other linears share one quantization_config; auto asks the runtime contract",
     )
     tensor_parallel: int = Field(8, ge=1, le=1024, description="ranks the checkpoint will be split over")
+    disaggregation: Disaggregation = Disaggregation()  # type: ignore[call-arg]
 
 
 class KvCache(Section):
@@ -285,10 +298,11 @@ class Recipe(Section):
 
     def canonical_json(self) -> str:
         """One spelling per meaning: sorted keys, defaults written out. Part of the resume key, so without the
-        gates and bounds: whoever changes what a server must reach has not changed what is pressed."""
-        return json.dumps(
-            self.model_dump(mode="json", exclude={"gates", "evaluation"}), sort_keys=True, separators=(",", ":")
+        gates, bounds and deployment: whoever changes what a server must reach has not changed what is pressed."""
+        kept = self.model_dump(
+            mode="json", exclude={"gates": True, "evaluation": True, "serving": {"disaggregation": True}}
         )
+        return json.dumps(kept, sort_keys=True, separators=(",", ":"))
 
 
 def shipped_recipes() -> list[str]:
@@ -332,17 +346,22 @@ def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
         raise RecipeError([("(yaml)", " ".join(str(error).split()))], where=where) from error
     if not isinstance(data, dict):
         raise RecipeError([("(yaml)", f"a recipe is a mapping of fields, this is {_kind(data)}")], where=where)
-    problems = [problem for override in overrides if (problem := _apply(data, override))]
-    return check_recipe(data, where=where, problems=problems)
+    return check_recipe(data, where=where, overrides=overrides)
 
 
-def check_recipe(data: Mapping[str, Any], *, where: str, problems: Iterable[tuple[str, str]] = ()) -> Recipe:
+def check_recipe(
+    data: dict[str, Any], *, where: str, problems: Iterable[tuple[str, str]] = (), overrides: Iterable[str] = ()
+) -> Recipe:
     """Validates a mapping; ``problems`` already found are reported together with the new ones.
+
+    Args:
+        data: changed by `overrides`.
+        overrides: ``path=value``, applied first.
 
     Raises:
         RecipeError: if there is any problem.
     """
-    found = list(problems)
+    found = [*problems, *(problem for override in overrides if (problem := _apply(data, override)))]
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:

@@ -21,6 +21,8 @@ class Generation:
         tokens: generated token ids.
         logprobs: natural-log probability of each generated token; empty when not asked for.
         prompt_logprobs: of the prompt's tokens from `logprobs_from` on, given those before; empty when not asked for.
+        top: per generated token, the most likely tokens and their log-probabilities; empty when not asked for.
+        prompt_top: the same for the prompt's tokens from `logprobs_from` on.
         text: decoded text; empty when the server runs without a tokenizer.
         finish_reason: ``length``, ``stop``, ``abort``.
     """
@@ -30,6 +32,8 @@ class Generation:
     prompt_logprobs: tuple[float, ...]
     text: str
     finish_reason: str
+    top: tuple[dict[int, float], ...] = ()
+    prompt_top: tuple[dict[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class SGLangClient:
         ignore_eos: bool = False,
         logprobs: bool = False,
         logprobs_from: int | None = None,
+        top_logprobs: int = 0,
     ) -> Generation:
         """Complete one prompt.
 
@@ -117,6 +122,7 @@ class SGLangClient:
             ignore_eos: go on after the end token.
             logprobs: return log-probabilities of the generated tokens.
             logprobs_from: also return those of the prompt's tokens from this index on (>= 1: a first token has none).
+            top_logprobs: how many of the most likely tokens to return wherever log-probabilities are returned.
         """
         body: dict[str, Any] = {
             "text" if isinstance(prompt, str) else "input_ids": prompt if isinstance(prompt, str) else list(prompt),
@@ -128,6 +134,8 @@ class SGLangClient:
             if logprobs_from < 1:
                 raise ValueError(f"logprobs_from={logprobs_from}: a prompt's first token has no probability")
             body["logprob_start_len"] = logprobs_from - 1
+        if top_logprobs:
+            body["top_logprobs_num"] = top_logprobs
         answer = self._object("POST", "/generate", body)
         facts = answer["meta_info"]
         # The first entry stands for the token at logprob_start_len, which has no predecessor in the window.
@@ -138,7 +146,18 @@ class SGLangClient:
             prompt_logprobs=tuple(float(entry[0]) for entry in asked),
             text=answer.get("text") or "",
             finish_reason=str((facts.get("finish_reason") or {}).get("type", "")),
+            top=_by_token(facts.get("output_top_logprobs") or ()) if top_logprobs else (),
+            prompt_top=_by_token((facts.get("input_top_logprobs") or ())[1:]) if top_logprobs else (),
         )
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes. Waits for running requests, up to half a minute."""
+        request = urllib.request.Request(f"{self.url}/flush_cache?timeout=30", method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_s):
+                return
+        except (OSError, http.client.HTTPException) as error:
+            raise ServingError(f"POST /flush_cache: {error}", where=self.url) from error
 
     def _object(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         request = urllib.request.Request(
@@ -160,3 +179,8 @@ class SGLangClient:
         if not isinstance(value, dict):
             raise ServingError(f"{method} {path}: expected an object, got {type(value).__name__}", where=self.url)
         return value
+
+
+def _by_token(positions: Sequence[Sequence[Sequence[Any]] | None]) -> tuple[dict[int, float], ...]:
+    """SGLang's [log-probability, token id, text] entries, per position."""
+    return tuple({int(entry[1]): float(entry[0]) for entry in position or ()} for position in positions)

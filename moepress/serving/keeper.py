@@ -11,6 +11,9 @@ nobody else, and the kernel closes it whichever way moepress ends (return, excep
     server ended by itself           SIGKILL to what it left behind
     keeper killed                    the kernel kills the server (parent-death signal); SGLang's workers do the same
 
+The server's own standard input is a pipe that the keeper holds: a container client (docker run -i) passes its end on, and
+a second keeper inside the container ends what no signal from outside would reach.
+
 Exit status: 0 when asked to stop; otherwise the server's own, 0-255, or 128 + the signal that ended it.
 
 Trade-off: Linux only (subreaper, /proc, pidfd), as SGLang's GPU servers are.
@@ -25,7 +28,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -66,6 +71,27 @@ def end_all(root: int, *, grace: float) -> None:
     _reap()
 
 
+def start_kept(
+    command: Sequence[str], *, variables: Mapping[str, str], out: IO[bytes], grace: float = 15.0
+) -> subprocess.Popen[bytes]:
+    """Start `command` under a keeper of its own. Closing the returned process's `stdin` ends the whole tree.
+
+    Args:
+        command: argument vector.
+        variables: the whole environment of the new process.
+        out: file for everything it writes.
+        grace: seconds between SIGTERM and SIGKILL.
+    """
+    return subprocess.Popen(
+        [sys.executable, __file__, str(grace), *command],
+        stdin=subprocess.PIPE,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        env=variables,
+        start_new_session=True,
+    )
+
+
 def keep(command: list[str], *, grace: float) -> int:
     """Run `command` until it ends or standard input closes. Returns its exit status."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -77,7 +103,7 @@ def keep(command: list[str], *, grace: float) -> int:
         signal.signal(number, lambda *_: None)
 
     server = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        command, stdin=subprocess.PIPE, preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     )
     ended = os.pidfd_open(server.pid)
     ready, _, _ = select.select([0, wake_read, ended], [], [])
@@ -85,6 +111,8 @@ def keep(command: list[str], *, grace: float) -> int:
         status = server.wait()
         end_all(os.getpid(), grace=0)
     else:
+        if server.stdin is not None:
+            server.stdin.close()
         end_all(os.getpid(), grace=grace)
         status = 0
     return status if status >= 0 else 128 - status

@@ -19,14 +19,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from moepress.errors import ServingError
+from moepress.errors import ServerDied, ServingError
 from moepress.serving import keeper
 from moepress.serving.client import SGLangClient
 from moepress.serving.launch import Launch
@@ -66,7 +64,7 @@ def find_environment(python: str | Path | None = None) -> Environment:
         capture_output=True,
         text=True,
         timeout=60,
-        env=_without_our_python(os.environ),
+        env=our_environment(),
         check=False,
     )
     if asked.returncode != 0:
@@ -152,18 +150,22 @@ class SGLangServer:
                 )
             time.sleep(0.5)
 
-    def _died(self, status: int) -> ServingError:
+    def _died(self, status: int) -> ServerDied:
         death = self.read_log().death
         if death is None:
             killed = status == 128 + signal.SIGKILL
             why = "killed (signal 9), as the kernel does when memory runs out" if killed else f"exit status {status}"
-            return ServingError(
+            return ServerDied(
                 f"the server ended while starting: {why}; the log's last line: {_last_line(self.log_text())}",
+                cause=None,
                 where=str(self.log_path),
                 hint="more memory, or a smaller --max-total-tokens" if killed else "read the log",
             )
-        return ServingError(
-            f"the server died while starting: {death.cause}: {death.line}", where=str(self.log_path), hint=death.hint
+        return ServerDied(
+            f"the server died while starting: {death.cause}: {death.line}",
+            cause=death.cause,
+            where=str(self.log_path),
+            hint=death.hint,
         )
 
 
@@ -180,14 +182,8 @@ def start(launch: Launch, *, log: Path, timeout_s: float = 1800.0) -> SGLangServ
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, keeper.__file__, str(_GRACE_S), *launch.command],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**_without_our_python(os.environ), **launch.variables},
-            start_new_session=True,
-        )
+        variables = {**our_environment(), **launch.variables}
+        process = keeper.start_kept(launch.command, variables=variables, out=out, grace=_GRACE_S)
     server = SGLangServer(process, launch.url, log, launch.shell_line())
     try:
         server._wait(timeout_s)
@@ -197,9 +193,9 @@ def start(launch: Launch, *, log: Path, timeout_s: float = 1800.0) -> SGLangServ
     return server
 
 
-def _without_our_python(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what would make another interpreter look into ours."""
-    return {name: value for name, value in variables.items() if name not in _OURS}
+def our_environment() -> dict[str, str]:
+    """This process's environment without what would make another interpreter look into ours."""
+    return {name: value for name, value in os.environ.items() if name not in _OURS}
 
 
 def _last_line(text: str) -> str:

@@ -68,13 +68,16 @@ def tree_releasable(watch, values: list[torch.Tensor]) -> list[torch.Tensor]:
     return [slots for slots in kept if slots.numel()]
 
 
-def rebuild_when_idle(original, self):
+def idle(original, self):
     """Scheduler.on_idle: before SGLang counts its pages (and would end the process), begin anew."""
     from .watch import watch_of
 
     watch = watch_of(self)
-    if watch is not None and watch.suspect and watch.acts and self.is_fully_idle():
-        self.flush_cache(empty_cache=False)
-        watch.counters.rebuilds += 1
-        log.warning("moepress KV integrity: cache flushed, bookkeeping rebuilt; the prefix cache is open again")
+    if watch is not None:
+        if watch.suspect and watch.acts and self.is_fully_idle():
+            self.flush_cache(empty_cache=False)
+            watch.counters.rebuilds += 1
+            log.warning("moepress KV integrity: cache flushed, bookkeeping rebuilt; the prefix cache is open again")
+        if watch.metrics is not None:
+            watch.metrics.update(watch)
     return original(self)

@@ -71,7 +71,7 @@ def hooks() -> tuple[Hook, ...]:
         ),
         Hook(_SCHEDULER + "run_batch", "self batch pp_proxy_tensors", guarding.run_batch),
         Hook(_SCHEDULER + "process_batch_result", "self batch result", guarding.process_batch_result),
-        Hook(_SCHEDULER + "on_idle", "self", careful.rebuild_when_idle),
+        Hook(_SCHEDULER + "on_idle", "self", careful.idle),
         Hook(_SCHEDULER + "get_internal_state", "self recv_req", reporting.internal_state),
         Hook(_SCHEDULER + "__init__", "self server_args port_args", _watch_scheduler),
         Hook(

@@ -139,7 +139,7 @@ def record(model, folder: str):
         failure = f"{type(error).__name__}: {error}"
         raise
     finally:
-        report = notes.as_json(model) | {"failure": failure}
+        report = notes.as_json(model) | {"failure": failure, "process": os.getpid()}
         target = Path(folder) / f"{type(model).__name__}-{os.getpid()}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(report))

@@ -1,0 +1,350 @@
+"""``moepress validate``: boot the server the checkpoint was made for, measure, and judge."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moepress.commands.console import duration, next_step, note, stdout, table
+from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
+from moepress.commands.progress import Bar
+from moepress.errors import MoepressError, PlanRefused
+from moepress.results import REPORT_NAME, write_result
+
+if TYPE_CHECKING:
+    from moepress.recipe import Recipe
+    from moepress.serving.validation.result import Validation
+    from moepress.serving.validation.sides import Host
+    from moepress.serving.validation.speed import Rates, Workload
+
+_MARKS = {"passed": "[green]✓[/green]", "failed": "[red]✗[/red]", "not judged": "[yellow]–[/yellow]"}
+
+
+def validate(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", metavar="SRC", help="The checkpoint it was made from, to compare with.")
+    ] = None,
+    sglang_python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Python with SGLang [default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python].",
+        ),
+    ] = None,
+    container: Annotated[
+        str | None,
+        typer.Option(metavar="CMD", help="Words that start a container with SGLang; {mounts} becomes -v options."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="A server that serves OUT already.")] = None,
+    baseline_url: Annotated[str | None, typer.Option(metavar="URL", help="A server that serves SRC already.")] = None,
+    cpu_lab: Annotated[
+        bool, typer.Option("--cpu-lab", help="No GPU: kernels in plain torch. Judges loading and output, never speed.")
+    ] = False,
+    tp: Annotated[int | None, typer.Option(min=1, help="GPUs that share the model [default: the recipe's].")] = None,
+    kv_dtype: Annotated[str, typer.Option(metavar="auto|bf16|fp8", help="KV cache type of both servers.")] = "auto",
+    concurrency: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once, each measured.")] = "1,8,32,64",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that speed is measured on each side.")] = 2,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, metavar="FILE", help=".jsonl or text [default: the shipped 16]."),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="WHAT,…", help="Of loads, memory, speed, sanity [default: all].")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Whose gates [default: OUT's own].")
+    ] = None,
+    overrides: Overrides = None,
+    together: Annotated[
+        bool | None,
+        typer.Option("--together/--in-turn", help="Both servers up at once [default: only with --cpu-lab]."),
+    ] = None,
+    flags: Annotated[
+        str, typer.Option(metavar="'--FLAG …'", help="More flags for both servers, passed on as they are.")
+    ] = "",
+    work: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="For logs [default: OUT/.moepress/validate].")
+    ] = None,
+    boot_timeout: Annotated[float, typer.Option(min=10, metavar="SECONDS", help="For one boot.")] = 3600,
+    strict: Annotated[bool, typer.Option("--strict", help="A gate that was not judged counts as failed.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Boot SGLang on OUT: does it load whole, fit, answer as its weights mean, and decode faster than SRC? Exit 1 if not."""
+    from moepress.serving.launch import ServeOptions
+    from moepress.serving.validation.run import QUESTIONS, Request
+    from moepress.serving.validation.run import validate as run_validation
+
+    if kv_dtype not in ("auto", "bf16", "fp8"):
+        raise PlanRefused(f"{kv_dtype!r} is none of auto, bf16, fp8", where="--kv-dtype")
+    bounds, name, ours = _bounds(out, recipe, overrides)
+    host = _host(sglang_python, container, cpu_lab=cpu_lab, needed=url is None)
+    ranks = 1 if cpu_lab else tp or bounds.serving.tensor_parallel
+    asked = _words(only, QUESTIONS, "--only") if only else QUESTIONS
+    request = Request(
+        out=out,
+        baseline=baseline,
+        gates=bounds.gates,
+        recipe=name,
+        planned_parallel=bounds.serving.tensor_parallel,
+        host=host,
+        version=_version(host, bounds),
+        work=_work(out, work, ours),
+        options=ServeOptions(
+            tensor_parallel=ranks,
+            kv_cache_dtype={"auto": "auto", "bf16": "bfloat16", "fp8": "fp8_e4m3"}[kv_dtype],
+            trust_remote_code=trust_remote_code,
+            extra=tuple(shlex.split(flags)),
+        ),
+        fp8_kv=kv_dtype == "fp8",
+        url=url,
+        baseline_url=baseline_url,
+        together=cpu_lab if together is None else together,
+        asked=asked,
+        workload=_workload(concurrency, rounds, smoke=cpu_lab),
+        prompts=prompts,
+        timeout_s=boot_timeout,
+    )
+    try:
+        with _Progress(quiet=as_json) as progress:
+            result = run_validation(request, progress)
+    except KeyboardInterrupt:
+        note("stopped; no server is left running, nothing was kept")
+        raise typer.Exit(130) from None
+    if ours:
+        write_result(out, "validate", result.verdict, result.as_json())
+    if as_json:
+        print_json(result.as_json())
+    else:
+        show(result)
+        if not ours:
+            note(f"not kept: {out} has no {REPORT_NAME}, it is not an output of moepress convert")
+        next_step(result.next)
+    if result.verdict == "fail" or (strict and result.verdict != "pass"):
+        raise typer.Exit(1)
+
+
+class _Progress(Bar):
+    """Watches a validation (`serving.validation.run.Watcher`)."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        super().__init__(quiet=quiet, in_bytes=False)
+        self._reference_done = 0
+
+    def tell(self, line: str) -> None:
+        note(line)
+
+    def layer(self, done: int, total: int) -> None:
+        if done == 1:
+            self.start("reference, layer by layer", total)
+        self.add(done - self._reference_done)
+        self._reference_done = done
+
+
+def show(result: Validation) -> None:
+    """What a person reads: figures first, verdicts last."""
+    if result.memory is not None:
+        _show_memory(result)
+    if result.speed is not None:
+        _show_speed(result)
+    if result.sanity is not None:
+        _show_sanity(result)
+    for remark in result.remarks:
+        stdout.print(f"[yellow]note:[/yellow] {remark}", soft_wrap=True)
+    stdout.print()
+    for gate in result.gates:
+        outcome = gate.outcome
+        judged = "not judged: " if outcome.verdict == "not judged" else ""
+        stdout.print(f"{_MARKS[outcome.verdict]} [bold]{gate.name}[/bold]: {judged}{outcome.reason}", soft_wrap=True)
+    counts = [sum(gate.outcome.verdict == verdict for gate in result.gates) for verdict in _MARKS]
+    colour = {"pass": "green", "fail": "red"}.get(result.verdict, "yellow")
+    parts = [f"{count} {verdict}" for count, verdict in zip(counts, _MARKS, strict=True) if count]
+    stdout.print(f"[bold {colour}]{', '.join(parts)}[/bold {colour}] in {duration(result.seconds)}")
+
+
+def _show_memory(result: Validation) -> None:
+    memory = result.memory
+    if memory is None:
+        return
+    rows = table(f"memory per GPU (TP{memory.tensor_parallel}), GiB", right=("source", "pressed", "planned"))
+    mine, theirs = memory.candidate, memory.baseline
+    other = theirs.weights if theirs is not None else None
+    rows.add_row("weights, as the server counts", _number(other), _number(mine.weights), _gib(mine.predicted_weights))
+    for component, held, their_bytes, planned in memory.rows():
+        rows.add_row(f"  {component}", "" if their_bytes is None else _gib(their_bytes), _gib(held), _gib(planned))
+    rows.add_row("KV pool", _number(theirs.kv_pool if theirs else None), _number(mine.kv_pool), "")
+    tokens = [f"{side.kv_tokens.value:,.0f}" if side and side.kv_tokens else "" for side in (theirs, mine)]
+    planned_tokens = "" if mine.predicted_tokens is None else f"{mine.predicted_tokens:,}"
+    rows.add_row(f"tokens that fit ({mine.kv_dtype or 'KV type unknown'})", *tokens, planned_tokens)
+    stdout.print(rows)
+    for line in memory.explained():
+        stdout.print(f"  {line}", soft_wrap=True)
+
+
+def _show_speed(result: Validation) -> None:
+    speed = result.speed
+    if speed is None:
+        return
+    smoke = " — smoke only, says nothing about a GPU" if result.smoke else ""
+    load = speed.workload
+    stdout.print(
+        f"\n[bold]speed[/bold]: {load.prompt_tokens} tokens in, {load.output_tokens} out{smoke}; median [least–most] "
+        f"of {load.rounds} rounds",
+        soft_wrap=True,
+    )
+    rows = table(
+        "at once", right=("source tok/s", "pressed tok/s", "ratio", "", "TTFT p50/p95 ms", "next token p50/p95 ms")
+    )
+    for row in speed.decode:
+        ratio = "" if row.ratio is None else f"× {row.ratio.value:.2f}"
+        verdict = row.as_json()["verdict"] or ""
+        rows.add_row(
+            str(row.concurrency), _rate(row.baseline), _rate(row.candidate), ratio, verdict, *_latency(row.candidate)
+        )
+    prefill = speed.prefill
+    theirs = prefill.get("baseline")
+    ratio = "" if speed.prefill_ratio is None else f"× {speed.prefill_ratio.value:.2f}"
+    rows.add_row("prefill", _number(theirs), _number(prefill["candidate"]), ratio)
+    stdout.print(rows)
+
+
+def _show_sanity(result: Validation) -> None:
+    sanity = result.sanity
+    if sanity is None:
+        return
+    stdout.print("\n[bold]answers[/bold]")
+    if (compared := sanity.compared) is not None:
+        agreement = compared.agreement
+        stdout.print(
+            f"  first tokens equal to the reference's: {agreement.first_equal} of {agreement.prompts}; of all "
+            f"{agreement.tokens}: {agreement.equal} equal, {agreement.near_ties} near-ties, {agreement.wrong} others"
+        )
+        parts = [("serving", compared.kl_serving), ("pressing", compared.kl_pressing), ("both", compared.kl_source)]
+        shown = ", ".join(f"{name} {kl.value:.5f}" for name, kl in parts if kl is not None)
+        stdout.print(f"  KL, nats a token over {compared.positions:,} positions: {shown}", soft_wrap=True)
+    else:
+        stdout.print(f"  {sanity.no_reference}", soft_wrap=True)
+    for prompt, served in sanity.samples[-1:]:
+        stdout.print(f"  …{prompt[-60:]!r} → {served!r}", markup=False, soft_wrap=True)
+
+
+def _bounds(out: Path, recipe: str | None, overrides: list[str] | None) -> tuple[Recipe, str, bool]:
+    """The recipe whose gates count, its name, and whether OUT is an output of ours."""
+    from moepress.recipe import check_recipe, load_recipe
+
+    path = out / REPORT_NAME
+    ours = path.is_file()
+    if recipe is not None:
+        loaded = load_recipe(recipe, overrides or ())
+        return loaded, loaded.name, ours
+    if not ours:
+        raise PlanRefused(
+            f"there is no {REPORT_NAME} that names a recipe",
+            where=str(out),
+            hint="name one whose gates count: --recipe NAME",
+        )
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        data: dict[str, Any] = {**report["recipe"], "gates": report.get("gates", {})}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MoepressError(f"not a report of moepress convert: {error!r}", where=str(path)) from error
+    loaded = check_recipe(data, where=str(path), overrides=overrides or ())
+    return loaded, loaded.name, ours
+
+
+def _host(python: str | None, container: str | None, *, cpu_lab: bool, needed: bool) -> Host | None:
+    from moepress.errors import ServingError
+    from moepress.serving.container import container_words
+    from moepress.serving.launch import CPU_LAB_VERSION
+    from moepress.serving.sglang import find_environment
+    from moepress.serving.validation.machine import this_machine
+    from moepress.serving.validation.sides import Host
+
+    if container is not None:
+        if python is not None:
+            raise PlanRefused("a container and a Python: only one of them can run the server", where="--container")
+        return Host(None, container_words(container), cpu_lab)
+    try:
+        environment = find_environment(python)
+    except ServingError:
+        if needed:
+            raise
+        return None
+    if cpu_lab and environment.version != CPU_LAB_VERSION:
+        raise PlanRefused(
+            f"the CPU lab is made for SGLang {CPU_LAB_VERSION}, this is {environment.version}",
+            where=str(environment.python),
+            hint="make sglang-cpu",
+        )
+    if needed and not cpu_lab and not this_machine().gpus:
+        raise PlanRefused(
+            "no GPU here (nvidia-smi finds none)", hint="on a machine without one: --cpu-lab, which judges no speed"
+        )
+    return Host(environment, (), cpu_lab)
+
+
+def _version(host: Host | None, recipe: Recipe) -> str:
+    return host.environment.version if host is not None and host.environment is not None else recipe.serving.version
+
+
+def _work(out: Path, work: Path | None, ours: bool) -> Path:
+    import shutil
+
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
+        return work.resolve()
+    if not ours:
+        return Path(tempfile.mkdtemp(prefix="moepress-validate-"))
+    folder = out / ".moepress" / "validate"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder.resolve()
+
+
+def _workload(concurrency: str, rounds: int, *, smoke: bool) -> Workload:
+    from dataclasses import replace
+
+    from moepress.serving.validation.speed import SMOKE, Workload
+
+    try:
+        numbers = tuple(int(part) for part in concurrency.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise PlanRefused(f"{concurrency!r} is not a list of numbers such as 1,8,32,64", where="--concurrency")
+    return replace(SMOKE if smoke else Workload(), concurrencies=numbers, rounds=rounds)
+
+
+def _words(text: str, known: tuple[str, ...], where: str) -> tuple[str, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in words if word not in known]:
+        raise PlanRefused(f"{', '.join(map(repr, unknown))}: not one of {', '.join(known)}", where=where)
+    return tuple(word for word in known if word in words)
+
+
+def _number(figure: Any) -> str:
+    return "" if figure is None else f"{figure.value:,.2f}"
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:,.2f}" if count >= 2**27 else f"{count / 2**30:,.4f}"
+
+
+def _rate(rates: Rates | None) -> str:
+    if rates is None:
+        return ""
+    runs = rates.decode.runs
+    return f"{rates.decode.value:,.1f} [{min(runs):,.1f}–{max(runs):,.1f}]"
+
+
+def _latency(rates: Rates) -> tuple[str, str]:
+    return (
+        f"{rates.ttft_p50.value:,.0f} / {rates.ttft_p95.value:,.0f}",
+        f"{rates.inter_token_p50.value:,.1f} / {rates.inter_token_p95.value:,.1f}",
+    )

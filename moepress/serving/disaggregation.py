@@ -1,0 +1,105 @@
+"""Prefill and decode on servers of their own: what two checkpoints must share, and what SGLang 0.5.23 refuses.
+
+    prompt ─▶ router ─▶ prefill server ── KV cache, byte for byte ──▶ decode server ─▶ tokens
+                        FP8 weights                                   INT4 experts
+                        many tokens at once, bound by compute         few at once, bound by reading weights
+
+SGLang compares the KV dtype and the page size of the two, as strings, when decode first meets prefill; it compares
+neither weights nor scales. So FP8 weights may fill a cache that INT4 weights read, if every byte means the same to both:
+
+    refused by SGLang, and here before it starts     another KV dtype, another page size
+    refused here, unnoticed there                    another config.json, other KV scales (in files, or folded in weights)
+
+A BF16 cache on the prefill side with an FP8 one on the decode side is therefore not possible in 0.5.23: nothing converts
+on the way, and the name of the dtype differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from moepress.errors import PlanRefused
+from moepress.formats.checkpoint import Checkpoint
+from moepress.formats.runtime_contract import Contract
+from moepress.verify.kv_agreement import kv_scale_differences
+
+KvDtypeName = Literal["bfloat16", "fp8_e4m3"]
+"""SGLang's own names. ``bf16`` means the same to a server, and not to the comparison of two."""
+
+_NAMES: Mapping[str, KvDtypeName] = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+}
+COMPARED_AT = "read in disaggregation/common/conn.py:1320-1335"
+_NOT_THE_MODEL = ("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
+_SHOWN = 5
+
+
+def kv_dtype_name(word: str, *, where: str = "--kv-dtype") -> KvDtypeName:
+    """SGLang's name of a KV dtype.
+
+    Raises:
+        PlanRefused: none that both servers can be given.
+    """
+    if word not in _NAMES:
+        raise PlanRefused(f"KV dtype {word!r} is none of {', '.join(_NAMES)}", where=where)
+    return _NAMES[word]
+
+
+def check_kv_dtypes(prefill: KvDtypeName, decode: KvDtypeName, contract: Contract) -> None:
+    """Both servers keep their cache in one dtype.
+
+    Raises:
+        PlanRefused: they do not.
+    """
+    if prefill == decode:
+        return
+    server = f"{contract.server} {contract.version}"
+    what = (
+        f"a {prefill} KV cache on the prefill side with a {decode} one on the decode side is not possible in {server}"
+    )
+    raise PlanRefused(
+        f"{what}: the bytes travel as they are, and decode refuses another dtype than its own ({COMPARED_AT})",
+        where="--prefill-kv-dtype, --decode-kv-dtype",
+        hint="--kv-dtype fp8_e4m3 or --kv-dtype bfloat16, for both",
+    )
+
+
+def check_pair(prefill: Checkpoint, decode: Checkpoint, contract: Contract) -> None:
+    """The two checkpoints are one model, whose cached bytes mean the same to both.
+
+    Raises:
+        PlanRefused: with everything that differs.
+    """
+    problems = _config_differences(prefill.config, decode.config)
+    scales = kv_scale_differences(prefill, decode, contract.kv_scales)
+    if scales:
+        more = f" … and {len(scales) - _SHOWN:,} more" if len(scales) > _SHOWN else ""
+        problems.append(
+            f"{len(scales):,} KV scales differ, so cached values would be read at the wrong size: "
+            f"{'; '.join(scales[:_SHOWN])}{more}"
+        )
+    if problems:
+        hint = (
+            "both must come from one source; for scales: convert both with the same calibration and kv_cache settings"
+        )
+        raise PlanRefused(
+            f"{prefill.location} cannot prefill for {decode.location}:\n  " + "\n  ".join(problems),
+            where="--prefill, --decode",
+            hint=hint + ", or decode from a conversion with --set kv_cache.scales=none" if scales else hint,
+        )
+
+
+def _config_differences(first: Mapping[str, Any], second: Mapping[str, Any], path: str = "") -> list[str]:
+    """Fields in which two configurations of one model differ, how they are quantized aside."""
+    found = []
+    for key in sorted({*first, *second} - {*_NOT_THE_MODEL}):
+        one, other = first.get(key), second.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += _config_differences(one, other, f"{path}{key}.")
+        elif one != other:
+            found.append(f"config.json: {path}{key} is {one!r} and {other!r}")
+    return found

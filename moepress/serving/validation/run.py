@@ -1,0 +1,332 @@
+"""The order of events.
+
+    headers      what the server will ask for against what the files hold; wrong headers end here, nothing is booted
+    candidate    boot → loads, memory, answers
+    in turn      speed: candidate, baseline, baseline, candidate, …; on its first visit the baseline's memory and long
+                 answers too
+    servers off
+    reference    the answers scored by transformers' layers on the same weights
+    gates        `gates` turns all of it into verdicts
+
+A candidate that the server refuses because of what is in its files fails the gate `loads`. Anything else that stops a
+server (no memory, a missing kernel, a taken port) is an error: nothing was judged. A baseline that does not come up costs
+the comparisons, which are then not judged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moepress.calibration.text import default_documents
+from moepress.errors import MoepressError, PlanRefused, ServerDied, ServingError
+from moepress.formats.checkpoint import Checkpoint, open_checkpoint
+from moepress.formats.families import identify_family, text_config
+from moepress.formats.runtime_contract import Contract, contract_for
+from moepress.recipe import Gates
+from moepress.serving.death import Cause
+from moepress.serving.launch import ServeOptions
+from moepress.serving.load_proof import Problem
+from moepress.serving.validation import gates as judging
+from moepress.serving.validation.headroom import Headroom, SideMemory, measure_memory
+from moepress.serving.validation.loads import Loads, after_boot, before_boot
+from moepress.serving.validation.loops import LongAnswers
+from moepress.serving.validation.machine import packages, this_machine
+from moepress.serving.validation.prompts import Prompt, load_prompts
+from moepress.serving.validation.result import Validation
+from moepress.serving.validation.sanity import Asked, Length, Sanity, ask, judge_answers, long_answers
+from moepress.serving.validation.sides import Host, Name, Side, Stage
+from moepress.serving.validation.speed import SMOKE, Speed, SpeedRun, Workload, visits
+
+QUESTIONS = ("loads", "memory", "speed", "sanity")
+_TO_BLAME = frozenset(
+    (
+        Cause.UNKNOWN_TENSOR,
+        Cause.WRONG_SHAPE,
+        Cause.BAD_QUANTIZATION_CONFIG,
+        Cause.MISSING_FILE,
+        Cause.UNKNOWN_MODEL,
+    )
+)
+
+
+class Watcher:
+    """Told what happens; this one is silent."""
+
+    def tell(self, line: str) -> None:
+        """One line about what begins now."""
+
+    def layer(self, done: int, total: int) -> None:
+        """Layers of the reference."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to validate, and how.
+
+    Attributes:
+        out, baseline: checkpoint folders.
+        gates, recipe, planned_parallel: the bounds, whose they are, and for how many GPUs.
+        host: where SGLang is; None when both sides are URLs and no speed is asked.
+        version: of SGLang, for the runtime contract.
+        url, baseline_url: servers that are up already.
+        work: folder for logs.
+        options: how both are launched.
+        fp8_kv: the KV cache is to be FP8: the contract's flags for it.
+        together: both servers at once.
+        asked: of `QUESTIONS`.
+        workload: None = what fits the machine.
+        prompts: file; None = shipped.
+    """
+
+    out: Path
+    baseline: Path | None
+    gates: Gates
+    recipe: str | None
+    planned_parallel: int
+    host: Host | None
+    version: str
+    work: Path
+    options: ServeOptions = field(default_factory=ServeOptions)
+    fp8_kv: bool = False
+    url: str | None = None
+    baseline_url: str | None = None
+    together: bool = False
+    asked: tuple[str, ...] = QUESTIONS
+    workload: Workload | None = None
+    length: Length = field(default_factory=Length)
+    prompts: Path | None = None
+    timeout_s: float = 3600.0
+
+
+def validate(request: Request, watcher: Watcher | None = None) -> Validation:
+    """Run it.
+
+    Raises:
+        CheckpointError, PlanRefused: checkpoints, prompts or a server version that cannot be worked with.
+        ServingError: the candidate's server could not be started for a reason that is not the checkpoint's, or failed
+            while it was measured.
+    """
+    return _Run(request, watcher or Watcher()).result()
+
+
+class _Run:
+    def __init__(self, request: Request, watcher: Watcher) -> None:
+        self.request, self.watcher = request, watcher
+        self.begun, self.clock = time.gmtime(), time.monotonic()
+        self.machine = this_machine()
+        self.candidate = open_checkpoint(request.out)
+        self.source = None if request.baseline is None else open_checkpoint(request.baseline)
+        self.contract = _contract(request.version, self.candidate)
+        self.inert = self.contract.kv_scales.names if self.contract.kv_scales.effect == "inert" else ()
+        self.side = self._side("candidate", request.out, request.url, self.contract)
+        self.baseline_side = None
+        if request.baseline is not None and self.source is not None:
+            theirs = _contract(request.version, self.source)
+            self.baseline_side = self._side("baseline", request.baseline, request.baseline_url, theirs)
+        self.remarks: list[str] = []
+        self.loads: Loads | None = None
+        self.memory: dict[Name, SideMemory] = {}
+        self.asked: Asked | None = None
+        self.long_baseline: LongAnswers | None = None
+        self.speed: Speed | None = None
+        self.sanity: Sanity | None = None
+        self.stopped = ""
+
+    def result(self) -> Validation:
+        self.loads = self._before()
+        if self.loads.before and "loads" in self.request.asked:
+            self.stopped = "the files are not what the server will ask for; nothing was booted"
+        else:
+            self._serve()
+            self._refer()
+        return self._concluded()
+
+    def _before(self) -> Loads:
+        return before_boot(self.candidate, self.inert)
+
+    def _side(self, name: Name, model: Path, url: str | None, contract: Contract) -> Side:
+        flags = contract.launch_arguments(fp8_kv=self.request.fp8_kv)
+        return Side(name, model, self.request.options, flags, url)
+
+    def _serve(self) -> None:
+        request = self.request
+        sides = [side for side in (self.side, self.baseline_side) if side is not None]
+        with Stage(
+            sides,
+            request.host,
+            work=request.work,
+            together=request.together,
+            timeout_s=request.timeout_s,
+            tell=self.watcher.tell,
+        ) as stage:
+            try:
+                client = stage.client("candidate")
+            except ServerDied as death:
+                if death.cause not in _TO_BLAME:
+                    raise
+                self._refused(death)
+                return
+            _check_version(self.side, request.version)
+            self._remember_memory(stage, "candidate", self.candidate)
+            prompts = self._prompts() if "sanity" in request.asked else []
+            if prompts:
+                self.watcher.tell(f"asking {len(prompts)} prompts, twice, and for long answers")
+                self.asked = ask(client, prompts, request.length)
+            self._visit(stage, prompts)
+        self.loads = after_boot(self._before(), self.candidate, self.side, self.inert)
+
+    def _visit(self, stage: Stage, prompts: Sequence[Prompt]) -> None:
+        """Speed in turn, and whatever the baseline is asked besides."""
+        run = self._speed_run() if "speed" in self.request.asked else None
+        names: list[Name] = ["candidate", *(["baseline"] if self.baseline_side is not None else [])]  # type: ignore[list-item]
+        rounds = run[1].rounds if run is not None else 1
+        for name in visits(names, rounds):
+            if name == "baseline" and not self._baseline_is_up(stage, prompts):
+                continue
+            if run is not None:
+                self.watcher.tell(f"measuring the {name}'s speed")
+                run[0].visit(stage, name)
+        if run is not None:
+            self.speed = run[0].result()
+
+    def _baseline_is_up(self, stage: Stage, prompts: Sequence[Prompt]) -> bool:
+        """Boots it if need be; on the first visit also memory and long answers. False: it does not come up."""
+        if any(remark.startswith("no baseline") for remark in self.remarks) or self.source is None:
+            return False
+        try:
+            client = stage.client("baseline")
+        except ServingError as error:
+            self.remarks.append(f"no baseline to compare with: {error.what}")
+            return False
+        if "baseline" not in self.memory:
+            self._remember_memory(stage, "baseline", self.source)
+            if prompts:
+                self.long_baseline = long_answers(client, prompts, self.request.length)
+        return True
+
+    def _remember_memory(self, stage: Stage, name: Name, checkpoint: Checkpoint) -> None:
+        side = stage.sides[name]
+        here = self.machine.gpus[0].memory if self.machine.gpus and stage.is_booted_here(name) else None
+        self.memory[name] = measure_memory(side, stage.client(name), checkpoint, here)
+
+    def _speed_run(self) -> tuple[SpeedRun, Workload] | None:
+        if self.request.host is None:
+            self.remarks.append("speed: no Python with SGLang here to run bench_serving with")
+            return None
+        workload = self.request.workload or (SMOKE if self._smoke else Workload())
+        workload = workload.fitted(self.side.context)
+        texts = [document.text or "" for document in default_documents()]
+        return SpeedRun(self.request.host, workload, work=self.request.work, texts=texts), workload
+
+    def _prompts(self) -> list[Prompt]:
+        request, config = self.request, self.candidate.config
+        vocabulary = int(text_config(identify_family(config), config)["vocab_size"])
+        context = self.side.context
+        return load_prompts(
+            request.out,
+            request.prompts,
+            longest=None if context is None else max(1, context - request.length.answers - 8),
+            vocabulary=vocabulary,
+            trust_remote_code=request.options.trust_remote_code,
+        )
+
+    def _refer(self) -> None:
+        if self.asked is None:
+            return
+        self.watcher.tell("the reference: transformers' layers on the same weights")
+        self.sanity = judge_answers(
+            self.asked,
+            self._prompts(),
+            self.candidate,
+            self.source,
+            long_baseline=self.long_baseline,
+            layer_done=self.watcher.layer,
+        )
+
+    def _refused(self, death: ServerDied) -> None:
+        """The server does not take the files."""
+        problem = Problem("checkpoint that the server refuses", (str(self.request.out),), death.what)
+        self.loads = replace(self._before(), not_proven="the server died", log=(problem,))
+        self.stopped = "the server does not load the candidate"
+
+    @property
+    def _smoke(self) -> bool:
+        in_lab = self.request.host is not None and self.request.host.cpu_lab
+        return in_lab or self.side.info.get("device") == "cpu" or not (self.side.info or self.machine.gpus)
+
+    def _concluded(self) -> Validation:
+        request, bounds, smoke = self.request, self.request.gates, self._smoke
+        headroom = None
+        if "candidate" in self.memory:
+            ranks = int(self.side.info.get("tp_size") or 1)
+            headroom = Headroom(ranks, request.planned_parallel, self.memory["candidate"], self.memory.get("baseline"))
+        lost = self.stopped or "; ".join(self.remarks) or "was not measured"
+        gates: list[judging.Gate] = []
+        if "loads" in request.asked:
+            gates += judging.judge_loads(bounds, self.loads, lost)
+        if "memory" in request.asked:
+            gates += judging.judge_memory(bounds, headroom, self.stopped, smoke=smoke)
+        if "speed" in request.asked:
+            gates += judging.judge_speed(bounds, self.speed, lost, smoke=smoke)
+        if "sanity" in request.asked:
+            gates += judging.judge_sanity(bounds, self.sanity, lost)
+        return Validation(
+            output=str(request.out),
+            baseline=None if request.baseline is None else str(request.baseline),
+            recipe=request.recipe,
+            asked=request.asked,
+            started=time.strftime("%Y-%m-%dT%H:%M:%SZ", self.begun),
+            seconds=time.monotonic() - self.clock,
+            smoke=smoke,
+            machine=self.machine,
+            environment=_environment(request, self.side),
+            candidate=self.side,
+            baseline_side=self.baseline_side,
+            loads=self.loads if "loads" in request.asked else None,
+            memory=headroom if "memory" in request.asked else None,
+            speed=self.speed,
+            sanity=self.sanity,
+            gates=tuple(gates),
+            remarks=(*self.remarks, *(self.speed.remarks() if self.speed and not smoke else ())),
+        )
+
+
+def _contract(version: str, checkpoint: Checkpoint) -> Contract:
+    return contract_for("sglang", version, identify_family(checkpoint.config).key)
+
+
+def _check_version(side: Side, version: str) -> None:
+    """A container or a URL says its version only when it is up."""
+    there = str(side.info.get("version", "")).partition("+")[0]
+    if there and there != version.partition("+")[0]:
+        raise PlanRefused(
+            f"the server is SGLang {there}, and what it reads is known for {version}",
+            where=side.url or side.name,
+            hint=f"run SGLang {version}, or name the other with --set serving.version={there} if a contract for it exists",
+        )
+
+
+def _environment(request: Request, side: Side) -> dict[str, Any]:
+    host = request.host
+    python = host.environment.python if host is not None and host.environment is not None else None
+    if request.url is not None:
+        how = "url"
+    else:
+        how = "container" if host is not None and host.container else "python"
+    found: dict[str, str] = {}
+    if python is not None:
+        try:
+            found = packages(python)
+        except MoepressError as error:
+            found = {"unknown": error.what}
+    return {
+        "how": how,
+        "python": None if python is None else str(python),
+        "sglang": side.info.get("version") or request.version,
+        "cpu_lab": bool(host and host.cpu_lab),
+        "packages": found,
+    }
