@@ -15,7 +15,7 @@ def report(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.html", help="Where to write [default: OUT.report.html]."),
+        typer.Option("--output", "-o", metavar="FILE.html", help="Where to write (default: OUT.report.html)."),
     ] = None,
     source: Annotated[
         str | None, typer.Option("--source", metavar="SRC", help="The checkpoint it was made from, if it has moved.")

@@ -43,7 +43,11 @@ class KvTreatment:
             text = "The checkpoint carries no KV scales: an FP8 cache holds values at a scale of 1.0"
             text += " (or folded into the weights)." if self.emission == "folded" else "."
         scheme = "a kv_cache_scheme, so that `auto` gives an FP8 cache." if self.scheme else "no kv_cache_scheme."
-        found = [text, f"config.json declares {scheme}", f"A scale in the file would be: {self.effect} ({self.evidence})."]
+        found = [
+            text,
+            f"config.json declares {scheme}",
+            f"A scale in the file would be: {self.effect} ({self.evidence}).",
+        ]
         if self.resolved:
             found.append(f"The validated server's cache was {self.resolved}.")
         return found

@@ -20,7 +20,7 @@ from moepress.report.output import PressedOutput
 def commands(output: PressedOutput) -> list[tuple[str, str]]:
     """What each does, and the command."""
     source, out = shlex.quote(output.source_words), shlex.quote(str(output.folder))
-    recipe = recipe_words(output.recipe)
+    recipe = recipe_words(output.recipe, output.report["recipe"])
     return [
         ("Plan", f"moepress plan {source} {out} --recipe {recipe}"),
         ("Press", f"moepress convert {source} {out} --recipe {recipe}"),
@@ -33,13 +33,18 @@ def commands(output: PressedOutput) -> list[tuple[str, str]]:
     ]
 
 
-def recipe_words(recipe: Recipe) -> str:
-    """``NAME --set FIELD=VALUE …`` where a shipped recipe of that name is near, else the file to write it to."""
+def recipe_words(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> str:
+    """``NAME --set FIELD=VALUE …`` where a shipped recipe of that name is near, else the file to write it to.
+
+    Args:
+        recorded: what the report holds of it: gates and the like are not recorded, for they change no byte.
+    """
     if recipe.name not in shipped_recipes():
         return f"{recipe.name}.yaml"
     before = _flat(load_recipe(recipe.name).model_dump(mode="json"))
     after = _flat(recipe.model_dump(mode="json"))
-    changed = {field: value for field, value in after.items() if before.get(field) != value}
+    known = after if recorded is None else _flat(recorded)
+    changed = {field: value for field, value in after.items() if field in known and before.get(field) != value}
     words = [recipe.name, *(f"--set {shlex.quote(f'{field}={_value(value)}')}" for field, value in changed.items())]
     return " ".join(words)
 

@@ -1,0 +1,187 @@
+"""``moepress serve``: the commands that serve a checkpoint, printed or run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moepress.commands.console import next_step, note, stdout
+from moepress.commands.options import AsJson, TrustRemoteCode, print_json
+from moepress.errors import MoepressError
+
+if TYPE_CHECKING:
+    from moepress.serving.launch import ServeOptions
+    from moepress.serving.serve import Deployment
+
+
+def serve(
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="A converted checkpoint, on one server.")] = None,
+    prefill: Annotated[
+        Path | None, typer.Option(metavar="SRC", help="Checkpoint of a prefill server, most often the FP8 source.")
+    ] = None,
+    decode: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="A converted checkpoint, on a decode server.")
+    ] = None,
+    print_only: Annotated[bool, typer.Option("--print", help="Write the commands; start nothing.")] = False,
+    tp: Annotated[int | None, typer.Option(min=1, help="GPUs of the server (decode) (default: the recipe's).")] = None,
+    prefill_tp: Annotated[int | None, typer.Option(min=1, help="GPUs of the prefill server.")] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(metavar="auto|bf16|fp8", help="KV cache type; auto: FP8 if its scales were seen to.")
+    ] = "auto",
+    prefill_kv_dtype: Annotated[str | None, typer.Option(metavar="bf16|fp8", help="On the prefill side.")] = None,
+    decode_kv_dtype: Annotated[str | None, typer.Option(metavar="bf16|fp8", help="On the decode side.")] = None,
+    host: Annotated[str, typer.Option(help="Address of the server (decode).")] = "127.0.0.1",
+    prefill_host: Annotated[str | None, typer.Option(help="Address of the prefill server (default: --host).")] = None,
+    port: Annotated[int, typer.Option(help="Port for requests: the server's, or the router's.")] = 30000,
+    mem_fraction: Annotated[
+        float | None, typer.Option(min=0.05, max=1, help="Share of GPU memory for weights and KV cache.")
+    ] = None,
+    context_length: Annotated[int | None, typer.Option(min=1, help="Longest request, in tokens.")] = None,
+    mtp: Annotated[bool, typer.Option("--mtp", help="Speculate with the checkpoint's own MTP layer.")] = False,
+    flags: Annotated[
+        str, typer.Option(metavar="'--FLAG …'", help="More flags for every SGLang server, passed on as they are.")
+    ] = "",
+    sglang_python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python).",
+        ),
+    ] = None,
+    router_python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Python with sglang-router (default: the same).")
+    ] = None,
+    cpu_lab: Annotated[
+        bool, typer.Option("--cpu-lab", help="No GPU: kernels in plain torch, for trying things out.")
+    ] = False,
+    logs: Annotated[Path | None, typer.Option(metavar="DIR", help="For logs (default: OUT.logs).")] = None,
+    boot_timeout: Annotated[float, typer.Option(min=10, metavar="SECONDS", help="Until all are ready.")] = 3600,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Serve OUT, or prefill with SRC and decode with OUT; with --print, write the exact commands instead."""
+    from moepress.serving.launch import ServeOptions
+    from moepress.serving.sglang import find_environment
+
+    pressed = _one_of(out, prefill, decode)
+    python = sglang_python or "python"
+    if not print_only:
+        python = str(find_environment(sglang_python).python)
+    options = ServeOptions(
+        mem_fraction_static=mem_fraction,
+        context_length=context_length,
+        mtp=mtp,
+        trust_remote_code=trust_remote_code,
+        extra=tuple(shlex.split(flags)),
+    )
+    if prefill is None:
+        if prefill_kv_dtype or decode_kv_dtype or prefill_tp or prefill_host:
+            raise MoepressError(
+                "options of a prefill server without one", hint="moepress serve --prefill SRC --decode OUT"
+            )
+        deployment = _single(pressed, host, port, tp, python, kv_dtype, options, cpu_lab)
+    else:
+        deployment = _pair(
+            prefill,
+            pressed,
+            hosts=(prefill_host or host, host),
+            port=port,
+            sizes=(prefill_tp, tp),
+            pythons=(python, router_python or python),
+            kv_dtypes=(prefill_kv_dtype or kv_dtype, decode_kv_dtype or kv_dtype),
+            options=options,
+            cpu_lab=cpu_lab,
+        )
+    if print_only:
+        if as_json:
+            print_json(deployment.as_json())
+        else:
+            typer.echo(deployment.script(), nl=False)
+        return
+    folder = logs or pressed.resolve().with_name(f"{pressed.resolve().name}.logs")
+    _run(deployment, folder, boot_timeout, as_json=as_json)
+
+
+def _one_of(out: Path | None, prefill: Path | None, decode: Path | None) -> Path:
+    """The pressed checkpoint, from either way of naming it."""
+    if out is not None and decode is None and prefill is None:
+        return out
+    if out is None and decode is not None and prefill is not None:
+        return decode
+    raise MoepressError(
+        "name one checkpoint, or one for prefill and one for decode",
+        hint="moepress serve OUT, or moepress serve --prefill SRC --decode OUT",
+    )
+
+
+def _single(
+    out: Path,
+    host: str,
+    port: int,
+    tp: int | None,
+    python: str,
+    kv_dtype: str,
+    options: ServeOptions,
+    cpu_lab: bool,
+) -> Deployment:
+    from moepress.serving.serve import Server, one_server, open_pressed
+
+    pressed = open_pressed(out)
+    ranks = 1 if cpu_lab else tp or pressed.recipe.serving.tensor_parallel
+    server = Server(host, port, ranks)
+    return one_server(pressed, server, python=python, kv_dtype=kv_dtype, options=options, cpu_lab=cpu_lab)
+
+
+def _pair(
+    prefill: Path,
+    decode: Path,
+    *,
+    hosts: tuple[str, str],
+    port: int,
+    sizes: tuple[int | None, int | None],
+    pythons: tuple[str, str],
+    kv_dtypes: tuple[str, str],
+    options: ServeOptions,
+    cpu_lab: bool,
+) -> Deployment:
+    from moepress.formats.checkpoint import open_checkpoint
+    from moepress.serving.serve import Server, open_pressed, prefill_and_decode
+
+    pressed = open_pressed(decode)
+    serving = pressed.recipe.serving
+    ranks = sizes[1] or serving.tensor_parallel
+    first = sizes[0] or serving.disaggregation.prefill_tensor_parallel or ranks
+    if cpu_lab:
+        ranks = first = 1
+    return prefill_and_decode(
+        open_checkpoint(prefill),
+        pressed,
+        (Server(hosts[0], port + 1, first), Server(hosts[1], port + 2, ranks)),
+        Server(hosts[1], port, 0),
+        python=pythons[0],
+        router_python=pythons[1],
+        kv_dtypes=kv_dtypes,
+        options=options,
+        cpu_lab=cpu_lab,
+    )
+
+
+def _run(deployment: Deployment, logs: Path, timeout_s: float, *, as_json: bool) -> None:
+    from moepress.serving.running import running, watch
+
+    for line in deployment.notes:
+        note(line)
+    note(f"starting {', '.join(role.name for role in deployment.roles)}; logs in {logs}")
+    try:
+        with running(deployment, logs=logs, timeout_s=timeout_s) as started:
+            if as_json:
+                print_json({**deployment.as_json(), "logs": {r.role.name: str(r.server.log_path) for r in started}})
+            else:
+                stdout.print(f"[bold]ready: {deployment.url}[/bold]  (Ctrl-C ends it)")
+                next_step(f"curl {deployment.url}/v1/models")
+            watch(started)
+    except KeyboardInterrupt:
+        note("stopped; no process is left")
