@@ -21,6 +21,14 @@ def verify(
     source: Annotated[
         str | None, typer.Option("--source", metavar="SRC", help="The checkpoint it was made from.")
     ] = None,
+    same_kv_as: Annotated[
+        str | None,
+        typer.Option(
+            "--same-kv-as",
+            metavar="OTHER",
+            help="The other side of a prefill/decode pair: the KV scales must be its own.",
+        ),
+    ] = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -28,8 +36,13 @@ def verify(
     from moepress.verify.run import verify as run_verify
 
     with VerifyProgress(quiet=as_json) as progress:
-        result = run_verify(out, source, threads=threads, watcher=progress)
-    keep(out, "verify", "fail" if result.problems else "pass", {"source": source, **result.as_json()})
+        result = run_verify(out, source, same_kv_as=same_kv_as, threads=threads, watcher=progress)
+    keep(
+        out,
+        "verify",
+        "fail" if result.problems else "pass",
+        {"source": source, "same_kv_as": same_kv_as, **result.as_json()},
+    )
     if as_json:
         print_json(result.as_json())
     else:

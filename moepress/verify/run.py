@@ -17,6 +17,8 @@ from moepress.formats.storage import resolve_storage
 from moepress.verify.configuration import check_configuration
 from moepress.verify.files import OutputFiles, check_checksums, check_side_files, read_output
 from moepress.verify.findings import Findings
+from moepress.verify.kv import check_kv
+from moepress.verify.kv_pair import compare_kv
 from moepress.verify.tensors import PACKED, SCALE_NAMES, WeightCheck
 
 
@@ -54,13 +56,19 @@ class Verification:
 
 
 def verify(
-    out: Path, source: str | Path | None = None, *, threads: int | None = None, watcher: Watcher | None = None
+    out: Path,
+    source: str | Path | None = None,
+    *,
+    same_kv_as: str | Path | None = None,
+    threads: int | None = None,
+    watcher: Watcher | None = None,
 ) -> Verification:
     """Re-reads an output with the safetensors library and compressed-tensors, and compares it with its source.
 
     Args:
         out: a converted checkpoint.
         source: what it was made from; without it, only the output's own consistency is checked.
+        same_kv_as: another checkpoint of the same model that shares a KV cache with this one (prefill and decode).
         threads: weights compared at the same time.
 
     Raises:
@@ -77,6 +85,8 @@ def verify(
     checked: list[str] = []
     if output is not None:
         checked += _check(output, checkpoint, findings, threads or os.cpu_count() or 1, watcher)
+        if same_kv_as is not None:
+            checked += compare_kv(out, same_kv_as, findings)
     size = sum((out / shard).stat().st_size for shard in output.shards) if output else 0
     problems = tuple(findings.sentences())
     return Verification(
@@ -105,6 +115,7 @@ def _check(
             return checked
         check_configuration(output, source, family, findings)
         checked.append("config.json: compressed-tensors reads every linear module as it is stored")
+        checked += check_kv(output, family, findings)
         _check_census(output, findings)
         _check_uniform_experts(output, family, findings)
         if source is None or source.folder is None:
@@ -114,7 +125,7 @@ def _check(
         storage = resolve_storage(source)
         weights = WeightCheck(output, source, storage, family, findings)
         watcher.begin(sum(stored.nbytes for stored in storage.values()))
-        claimed: set[str] = set()
+        claimed = {str(name) for name in (output.report.get("kv_cache") or {}).get("tensors", ())}
         packed = 0
         for stored, names in zip(storage.values(), pool.map(weights.check, storage.values()), strict=True):
             claimed.update(names)

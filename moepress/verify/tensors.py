@@ -25,6 +25,7 @@ from moepress.formats.families import Component, Family, classify
 from moepress.formats.storage import StoredWeight
 from moepress.verify.files import OutputFiles
 from moepress.verify.findings import Findings
+from moepress.verify.kv_folds import FoldedWeights, recorded_folds
 from moepress.verify.norm_factors import NormFactors
 
 PACKED = ("weight_packed", "weight_scale", "weight_shape")
@@ -63,6 +64,14 @@ class WeightCheck:
             served=self._out,
             findings=findings,
         )
+        self._folded = FoldedWeights(
+            recorded_folds(output.report),
+            output,
+            original=self._src,
+            truth=self.truth,
+            served=self._out,
+            findings=findings,
+        )
         self.records: Mapping[str, Any] = {
             name: record for receipt in output.receipts.values() for name, record in receipt.get("weights", {}).items()
         }
@@ -76,6 +85,8 @@ class WeightCheck:
             if all(self._there(name) for name in names):
                 self._packed(stored, module)
             return names
+        if stored.name in self._folded:
+            return self._folded.check(stored)
         if stored.name in present and (exact := self._norms.holds(stored)) is not None:
             if not exact:
                 self.findings.problem(stored.name, "is not the source's times the factors of the norm before it")
