@@ -9,18 +9,20 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moepress.convert.estimate import check_disk
+from moepress.convert.executor import Place, in_process
 from moepress.convert.finish import finish
 from moepress.convert.journal import Journal
+from moepress.convert.kv_plan import reads_calibration_text
+from moepress.convert.kv_scales import KvScales
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan, make_plan
-from moepress.convert.units import Pool, run_unit
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import identify_family, text_config
-from moepress.formats.reader import TensorReader
 from moepress.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def convert(
     threads: int | None = None,
     trust_remote_code: bool = False,
     watcher: Watcher | None = None,
+    place: Place | None = None,
 ) -> Conversion:
     """Presses the checkpoint at ``source`` into ``out``.
 
@@ -73,6 +76,7 @@ def convert(
         threads: pressing threads; the machine's processors by default. Does not change a byte of the result.
         trust_remote_code: run the Python code that a checkpoint brings for its tokenizer; only calibration needs one.
         watcher: is told about progress.
+        place: where the work is done, for example by workers of a cluster; this process by default. Changes no byte.
 
     Raises:
         CheckpointError, FormatError: the source is incomplete or damaged.
@@ -82,28 +86,44 @@ def convert(
     started = time.monotonic()
     watcher = watcher or Silent()
     checkpoint = open_checkpoint(source)
-    samples = (
-        calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if recipe.calibrated else None
-    )
+    needed = reads_calibration_text(identify_family(checkpoint.config), recipe)
+    samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if needed else None
     plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
     journal = Journal(out, plan)
     journal.check()
     done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
     check_disk(plan, out, finished=set(done))
-    with journal.open(), TensorReader(checkpoint) as reader, Pool(threads or os.cpu_count() or 1) as pool:
+    place = place or partial(in_process, threads=threads or os.cpu_count() or 1)
+    with journal.open(), place(checkpoint, plan, out) as executor:
         watcher.begin(plan, sum(shard_source_bytes(plan, s) for s in plan.shards if s.name in done))
-        for shard in plan.shards:
-            if shard.name in done or (recipe.calibrated and shard.layer is not None):
-                continue
-            watcher.unit(shard.label)
-            receipt = run_unit(shard, plan, reader, out, pool, watcher.advance)
-            journal.write_receipt(shard.name, receipt)
-            watcher.unit_done(receipt)
-        if samples is not None:
+        kv = KvScales(plan, journal) if plan.kv.layers else None
+
+        def write(shards: list[ShardPlan], as_planned: ConversionPlan) -> None:
+            def keep(shard: ShardPlan, receipt: dict[str, Any]) -> None:
+                journal.write_receipt(shard.name, receipt)
+                watcher.unit_done(receipt)
+
+            carried = [shard for shard in shards if not shard.added]
+            for shard, receipt in executor.shards(carried, as_planned, watcher.unit, watcher.advance):
+                keep(shard, receipt)
+            for shard in shards:
+                if shard.added and kv is not None:
+                    watcher.unit(shard.label)
+                    keep(shard, kv.write_shard(shard, out))
+
+        todo = [s for s in plan.shards if s.name not in done and not (recipe.calibrated and s.layer is not None)]
+        write([shard for shard in todo if kv is None or shard.layer is not None], plan)
+        if samples is not None and recipe.calibrated:
             from moepress.convert.layers import CalibratedLayers
 
-            CalibratedLayers(checkpoint, plan, journal, samples, watcher).run()
-        report = finish(checkpoint, plan, journal)
+            CalibratedLayers(checkpoint, plan, journal, samples, executor, watcher, kv).run()
+        if samples is not None and kv is not None:
+            from moepress.convert.kv_measure import measure_source
+
+            measure_source(checkpoint, kv, journal, samples, watcher)
+            # the weights around the cache are among the kept tensors, which have waited for what goes into them
+            write([shard for shard in todo if shard.layer is None], kv.pressed_plan())
+        report = finish(checkpoint, plan, journal, kv)
     return Conversion(plan, out, report, time.monotonic() - started, resumed=len(done))
 
 

@@ -88,8 +88,8 @@ def _check_written(output: OutputFiles, recorded: Mapping[str, Any], contract: C
     for layer, figures in recorded["layers"].items():
         for cached, suffix in contract.kv_scales.written:
             ending = f".layers.{layer}{ATTENTION}{suffix}"
-            tensor = next((name for name in recorded["tensors"] if name.endswith(ending)), ending[1:])
-            expected[tensor] = figures["scale"][cached]
+            written = next((str(n) for n in recorded["tensors"] if str(n).endswith(ending)), ending[1:])
+            expected[written] = figures["scale"][cached]
     for name, value in expected.items():
         if name not in scales:
             findings.problem(name, "a KV scale that the report has and no shard holds")
