@@ -116,7 +116,7 @@ def test_a_stop_between_two_commits(hub: LocalHub, out: Path, monkeypatch: pytes
         report["side_files"][name] = ""
     (out / "moepress_report.json").write_text(json.dumps(report))
     accept(out)
-    hub.faults.append(Fault("POST .*/commit/", drop=True, after=1, times=99))
+    hub.faults.append(Fault("POST .*/commit/", drop=True, after=1, times=9999))
     with pytest.raises(HubError):
         publish(out)
     repository = hub.repositories[REPO]
