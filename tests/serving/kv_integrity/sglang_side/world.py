@@ -52,6 +52,7 @@ class World:
 
     Attributes:
         live: requests that decode; waiting: retracted ones; chunked: the one between two chunks of its prompt.
+        alarms_in_prefill: of the checks between a prefill's allocation and its insertion, where its forward would be.
         done: operations so far, by name.
     """
 
@@ -85,6 +86,8 @@ class World:
         self.made = 0
         self.done: dict[str, int] = {}
         self.prefix_hits = 0
+        self.alarms_in_prefill = 0
+        self.last_prompt: list[int] = []
         length = PAGES_A_PROMPT * page_size
         self.roots = [[self.random.randrange(40) for _ in range(length)] for _ in range(3)]
 
@@ -99,27 +102,35 @@ class World:
                 return name
 
     def prefill(self) -> bool:
-        """A new or a retracted request, its whole prompt or a first chunk of it."""
-        if self.chunked is not None or len(self.live) >= ROWS - 1:
+        """One batch: up to three new or retracted requests, often with the same beginning; the last may be cut to a chunk.
+
+        All of a batch look into the tree before any of it is inserted, so equal prompts miss together and their pages
+        become duplicates.
+        """
+        reqs: list[tuple[Req, int]] = []
+        need = 0
+        for _ in range(self.random.choice((1, 1, 2, 3))):
+            if self.chunked is not None or len(self.live) + len(reqs) >= ROWS - 1:
+                break
+            req = self.waiting[0] if self.waiting else self._new_request(again=self.random.random() < 0.3)
+            total = len(req.origin_input_ids) + len(req.output_ids)
+            need += total + 2 * self.page_size
+            if self._room() < need:
+                break
+            if self.waiting:
+                self.waiting.pop(0)
+            self._admit(req)
+            reqs.append((req, total))
+        if not reqs:
             return False
-        fresh = not self.waiting
-        req = self._new_request() if fresh else self.waiting[0]
-        total = len(req.origin_input_ids) + len(req.output_ids)
-        if self._room() < total + 2 * self.page_size:
-            return False
-        if not fresh:
-            self.waiting.pop(0)
-        req.init_next_round_input(self.tree)
-        req.is_retracted = False
-        req.lock = self.tree.lock(req.last_node)
-        self.prefix_hits += req.prefix_len > 0
-        end = total
+        req, total = reqs[-1]
         if self.random.random() < 0.3 and total - req.prefix_len > 2 * self.page_size:
             # SGLang cuts chunks at page boundaries, except where truncation is not aligned.
             end = req.prefix_len + self.random.randrange(1, total - req.prefix_len)
             if self.random.random() < 0.8:
                 end = max(end // self.page_size * self.page_size, req.prefix_len + 1)
-        self._extend(req, end)
+            reqs[-1] = (req, end)
+        self._extend(reqs)
         return True
 
     def next_chunk(self) -> bool:
@@ -131,7 +142,7 @@ class World:
         if self._room() < total - req.prefix_len + 2 * self.page_size:
             return self._end_chunked()
         end = total if self.random.random() < 0.6 else self.random.randrange(req.prefix_len + 1, total + 1)
-        self._extend(req, end)
+        self._extend([(req, end)])
         return True
 
     def decode(self) -> bool:
@@ -196,6 +207,39 @@ class World:
         self.allocator.clear()
         return True
 
+    # What a replay does, step by step.
+
+    def start(self, *prompts: list[int], end: int | None = None) -> list[Req]:
+        """Requests with these prompts, prefilled in one batch, whole or (all) to `end`."""
+        reqs = []
+        for prompt in prompts:
+            self.made += 1
+            req = Req(f"r{self.made}", "", array.array("q", prompt), SamplingParams(max_new_tokens=1000))
+            self._admit(req)
+            reqs.append((req, len(prompt) if end is None else end))
+        self._extend(reqs)
+        return [req for req, _ in reqs]
+
+    def go_on(self, *reqs: Req, end: int) -> None:
+        """The next chunk of each, to `end`, in one batch."""
+        self._extend([(req, end) for req in reqs])
+
+    def hand_out_next(self, page: int) -> None:
+        """The free list's entries of `page`, one or more, come first."""
+        self.allocator.merge_and_sort_free()
+        free = self.allocator.get_all_free_pages()
+        self.allocator.free_pages = torch.cat([free[free == page], free[free != page]])
+
+    def release(self, req: Req, *, checkpoint: bool) -> None:
+        """It ends now."""
+        self.live.remove(req)
+        req.finished_reason = FINISH_LENGTH(length=0)
+        release_kv_cache(req, self.tree, checkpoint=checkpoint)
+
+    def slots(self, req: Req) -> torch.Tensor:
+        """The request's row up to its length, int64, a copy."""
+        return self.pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_allocated_len].to(torch.int64)
+
     # What a scheduler does around it.
 
     def running(self) -> list[Req]:
@@ -219,12 +263,21 @@ class World:
     def _room(self) -> int:
         return self.allocator.available_size() + self.tree.evictable_size()
 
-    def _new_request(self) -> Req:
-        root = self.random.choice(self.roots)
-        prompt = root[: self.random.randrange(1, len(root))]
-        prompt = prompt + [self.random.randrange(40) for _ in range(self.random.randrange(1, self.page_size + 3))]
+    def _new_request(self, *, again: bool) -> Req:
+        """With a prompt of its own behind a shared beginning, or `again` the last one's."""
+        if not again or not self.last_prompt:
+            root = self.random.choice(self.roots)
+            own = [self.random.randrange(40) for _ in range(self.random.randrange(1, self.page_size + 3))]
+            self.last_prompt = root[: self.random.randrange(1, len(root))] + own
         self.made += 1
-        return Req(f"r{self.made}", "", array.array("q", prompt), SamplingParams(max_new_tokens=4 * self.page_size))
+        parameters = SamplingParams(max_new_tokens=4 * self.page_size)
+        return Req(f"r{self.made}", "", array.array("q", self.last_prompt), parameters)
+
+    def _admit(self, req: Req) -> None:
+        req.init_next_round_input(self.tree)
+        req.is_retracted = False
+        req.lock = self.tree.lock(req.last_node)
+        self.prefix_hits += req.prefix_len > 0
 
     def _take(self) -> Req:
         return self.live.pop(self.random.randrange(len(self.live)))
@@ -243,21 +296,26 @@ class World:
         self._release(req, checkpoint=False)
         return True
 
-    def _extend(self, req: Req, end: int) -> None:
-        req.extend_end = end
-        batch = self._batch([req])
-        batch.prefix_lens, batch.extend_lens = [req.prefix_len], [end - req.prefix_len]
-        batch.seq_lens = batch.seq_lens_cpu = torch.tensor([end])
-        batch.extend_num_tokens = end - req.prefix_len
+    def _extend(self, reqs: list[tuple[Req, int]]) -> None:
+        """One prefill batch of (request, end of this chunk), and what follows when its result is processed."""
+        for req, end in reqs:
+            req.extend_end = end
+        batch = self._batch([req for req, _ in reqs])
+        batch.prefix_lens = [req.prefix_len for req in batch.reqs]
+        batch.extend_lens = [end - req.prefix_len for req, end in reqs]
+        batch.seq_lens = batch.seq_lens_cpu = torch.tensor([end for _, end in reqs])
+        batch.extend_num_tokens = sum(batch.extend_lens)
         allocation.alloc_for_extend(batch)
-        finished_prompt = end == len(req.full_untruncated_fill_ids)
-        checkpoint_kv_cache(req, self.tree)
-        if finished_prompt:
-            req.output_ids.append(self.random.randrange(40))
-            self.live.append(req)
-            self.chunked = None
-        else:
-            self.chunked = req
+        self.alarms_in_prefill += sum(self.check(batch.reqs))
+        for req, end in reqs:
+            checkpoint_kv_cache(req, self.tree)
+            if end == len(req.full_untruncated_fill_ids):
+                req.output_ids.append(self.random.randrange(40))
+                self.live.append(req)
+                if self.chunked is req:
+                    self.chunked = None
+            else:
+                self.chunked = req
 
     def _batch(self, reqs: list[Req]) -> SimpleNamespace:
         return SimpleNamespace(
