@@ -31,6 +31,7 @@ import torch
 from moepress.calibration.expert_tap import RoutedTokens, expert_inner, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.errors import QuantizeError
+from moepress.quantize.hessian import add_gram, mirror
 
 TOKENS_PER_CHUNK = 16384
 
@@ -135,12 +136,12 @@ def pooled_moments(routed: RoutedTokens, *, device: str = "cpu") -> PooledMoment
     gram = torch.zeros(hidden, hidden, device=device)
     for start, stop in _chunks(len(routed)):
         x = routed.inputs(start, stop).to(device, torch.float32)
-        gram.addmm_(x.T, x)
+        add_gram(gram, x)
     if not bool(torch.isfinite(gram).all()):
         raise QuantizeError(
             "the layer's inputs are not finite", hint="the source's weights or the forward pass overflow"
         )
-    _mirror(gram)
+    mirror(gram)
     return PooledMoments(len(routed), gram)
 
 
@@ -159,7 +160,7 @@ class _Sums:
         self._tokens[slot] += len(ours)
         self._mass[slot] += len(ours) if weight is None else weight.double().square().sum().cpu()
         scaled = ours if weight is None else ours * weight[:, None]
-        self._gram[slot].addmm_(scaled.T, scaled)
+        add_gram(self._gram[slot], scaled)
         if self._cross is not None and theirs is not None:
             difference = theirs - ours if weight is None else (theirs - ours) * weight[:, None]
             self._cross[slot].addmm_(difference.T, scaled)
@@ -167,7 +168,7 @@ class _Sums:
     def finished(self, what: str) -> InputMoments:
         """The sums, after a look for NaN and infinity."""
         for slot, expert in enumerate(self._experts):
-            _mirror(self._gram[slot])
+            mirror(self._gram[slot])
             sums = [self._gram[slot], *([] if self._cross is None else [self._cross[slot]])]
             if not all(bool(torch.isfinite(total).all()) for total in sums):
                 raise QuantizeError(
@@ -193,11 +194,6 @@ def _rows(
             on_device = tokens.to(device)
             theirs = None if paired is None else paired[on_device]
             yield slot, x[on_device], theirs, weight[tokens, slots].to(device)
-
-
-def _mirror(gram: torch.Tensor) -> None:
-    """Make [D, D] symmetric to the last bit: a matrix product computes both triangles, not always alike."""
-    gram.copy_(gram.triu() + gram.triu(1).T)
 
 
 def _chunks(tokens: int) -> Iterator[tuple[int, int]]:

@@ -30,6 +30,7 @@ from moepress.formats.contract_types import (
 )
 from moepress.formats.kv_contract import KvEffect, KvEmission, KvScales
 from moepress.formats.sglang_contract import sglang_contract
+from moepress.formats.sizes import largest_tensor_parallel
 from moepress.formats.vllm_contract import vllm_contract
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
     "Server",
     "check_group",
     "contract_for",
-    "max_safe_tp",
 ]
 
 CONTRACTS: Mapping[tuple[str, str, str], Contract] = MappingProxyType(
@@ -76,25 +76,6 @@ def contract_for(server: str, version: str, family_key: str) -> Contract:
         f"no contract for {server} {version} with {family_key}: nobody has looked at what it reads",
         hint=f"known are {', '.join(servers)}, with {', '.join(FAMILIES)}",
     )
-
-
-def max_safe_tp(moe_intermediate: int, group_size: int) -> int:
-    """Largest tensor-parallel size, a power of two, at which every rank gets whole groups of down_proj's columns.
-
-    down_proj is split along its input, and its scales must split at the same places.
-
-    Args:
-        moe_intermediate: columns of an expert's down_proj.
-        group_size: columns per scale; -1 for the whole row, which splits anywhere between packed words.
-
-    Returns:
-        1 or more; 0 when not even one GPU holds whole groups.
-    """
-    unit = 8 if group_size == -1 else group_size
-    if moe_intermediate % unit:
-        return 0
-    whole = moe_intermediate // unit
-    return whole & -whole  # the largest power of two that divides it
 
 
 def check_group(
@@ -139,7 +120,7 @@ def check_group(
             f"TP {tensor_parallel} gives each rank {moe_intermediate / tensor_parallel:g} of down_proj's "
             f"{moe_intermediate} columns, which is {moe_intermediate / tensor_parallel / unit:g} groups of {unit}",
             where=where,
-            hint=f"largest safe TP for group size {group_size}: {max_safe_tp(moe_intermediate, group_size)}; {better}",
+            hint=f"largest safe TP for group size {group_size}: {largest_tensor_parallel(moe_intermediate, group_size)}; {better}",
         )
     if hidden_size % unit:
         raise PlanRefused(f"hidden size {hidden_size} is no multiple of group size {group_size}", where=where)

@@ -221,12 +221,11 @@ def largest_tensor_parallel(intermediate: int, group_size: int) -> int:
 
     Args:
         intermediate: ``moe_intermediate_size``.
-        group_size: columns per scale; -1 (the whole row) cannot be split and gives 1.
+        group_size: columns per scale; -1 is the whole row, whose one scale every rank keeps, so that it splits
+            anywhere between packed words of 8.
     """
-    if group_size == -1:
-        return 1
-    groups, remainder = divmod(intermediate, group_size)
-    return 0 if remainder else groups & -groups
+    whole, remainder = divmod(intermediate, 8 if group_size == -1 else group_size)
+    return 0 if remainder else whole & -whole
 
 
 def tensor_parallel_problems(config: Config, specs: Iterable[WeightSpec], *, tp: int, ep: int = 1) -> list[str]:
@@ -270,12 +269,13 @@ def _cut_problems(spec: WeightSpec, ranks: int) -> list[str]:
     rows, columns = spec.shape
     by_columns = identity.projection in ("down_proj", "o_proj")
     if stored.kind == "int4":
-        group = stored.group_size if stored.group_size and stored.group_size > 0 else columns
-        share = columns / ranks if by_columns else columns
-        if share % group:
+        group = stored.group_size if stored.group_size and stored.group_size > 0 else -1
+        share, unit = columns / ranks if by_columns else columns, max(group, 8)
+        if share % unit:
             best = largest_tensor_parallel(columns, group)
             hint = f"; the largest split that fits is {best}" if by_columns and best else ""
-            return [f"{what}: {share:g} columns per rank are {share / group:g} groups of {group}{hint}"]
+            unit_name = "packed words" if group == -1 else "groups"
+            return [f"{what}: {share:g} columns per rank are {share / unit:g} {unit_name} of {unit}{hint}"]
     whole = identity.component in _WHOLE_COMPONENTS or identity.projection in _WHOLE_PROJECTIONS
     if stored.kind == "fp8_block" and not whole and ranks > 1:
         axis, share = ("columns", columns / ranks) if by_columns else ("rows", rows / ranks)

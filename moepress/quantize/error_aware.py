@@ -18,50 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from moepress.errors import QuantizeError
-from moepress.quantize.hessian import CHUNK, shrinkage
+from moepress.quantize.hessian import shrinkage
 
 _RIDGES = (0.1, 1.0, 10.0)
-
-
-class CrossSum:
-    """Running Σ w (x − x̃) x̃ᵀ and token count, beside the ``HessianSum`` of x̃.
-
-    Args:
-        columns: C, the width of the inputs.
-        device: where the sum lives.
-    """
-
-    def __init__(self, columns: int, device: torch.device | str = "cpu") -> None:
-        self._total = torch.zeros(columns, columns, device=device)
-        self.tokens = 0
-
-    def add(self, source: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """Add tokens, row by row the same in both.
-
-        Args:
-            source: [n, C], the source model's inputs x.
-            seen: [n, C], the inputs x̃ behind quantized weights.
-            weights: float32 [n], not negative; all 1 when not given.
-
-        Raises:
-            QuantizeError: shapes that do not fit.
-        """
-        if source.shape != seen.shape or source.ndim != 2 or source.shape[1] != self._total.shape[0]:
-            raise QuantizeError(
-                f"inputs {list(source.shape)} and {list(seen.shape)} for {self._total.shape[0]} columns",
-                where="CrossSum",
-            )
-        for start in range(0, source.shape[0], CHUNK):
-            x_seen = seen[start : start + CHUNK].float()
-            difference = source[start : start + CHUNK].float() - x_seen
-            if weights is not None:
-                difference *= weights[start : start + CHUNK, None]
-            self._total.addmm_(difference.t(), x_seen)
-        self.tokens += source.shape[0]
-
-    def mean(self) -> torch.Tensor:
-        """(2/n) Σ w (x − x̃) x̃ᵀ, float32 [C, C], newly allocated; zero when no token was seen."""
-        return self._total * (2 / max(self.tokens, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +45,7 @@ def error_aware_target(
 
     Args:
         weight: float32 [R, C]; read only.
-        cross: float32 [C, C], ``CrossSum.mean()``; not shrunk yet.
+        cross: float32 [C, C], C, the mean over the tokens; not shrunk yet.
         hessian: float32 [C, C], H̃ after shrinkage.
         tokens: how many tokens both have seen; decides how far ``cross`` shrinks.
         strength: a, 0 for no correction, 1 for all of it.

@@ -9,7 +9,6 @@ groups of 128 give about 20 dB on Gaussian weights; every bit more or less is ab
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -58,8 +57,3 @@ class Fidelity:
             "relative_error": self.relative_error if math.isfinite(self.relative_error) else None,
             "sqnr_db": self.sqnr_db if math.isfinite(self.sqnr_db) else None,
         }
-
-
-def combine(parts: Iterable[Fidelity]) -> Fidelity:
-    """The fidelity of everything in ``parts`` together."""
-    return sum(parts, Fidelity())

@@ -8,7 +8,7 @@ import pytest
 
 from moepress.errors import PlanRefused
 from moepress.formats.module_matching import Lines
-from moepress.formats.runtime_contract import CONTRACTS, FAMILIES, Contract, check_group, contract_for, max_safe_tp
+from moepress.formats.runtime_contract import CONTRACTS, FAMILIES, Contract, check_group, contract_for
 
 SGLANG = "0.5.23"
 EVERY = pytest.mark.parametrize(
@@ -95,28 +95,6 @@ def test_modules_that_are_always_dense_hold_no_expert(contract: Contract) -> Non
     assert lines.match_exactly("model.layers.3.mlp.gate")
     for leaf in ("gate_proj", "experts.0.gate_proj", "shared_experts.gate_proj"):
         assert not lines.match_exactly(f"model.layers.3.mlp.{leaf}")
-
-
-@pytest.mark.parametrize(
-    ("moe_intermediate", "group_size", "largest"),
-    [
-        (1408, 128, 1),
-        (1536, 128, 4),
-        (2048, 128, 16),
-        (2048, 32, 64),
-        (1536, 32, 16),
-        (1536, 64, 8),
-        (1408, 32, 4),
-        (1000, 32, 0),
-        (2048, -1, 256),
-    ],
-)
-def test_largest_safe_tensor_parallel_size(moe_intermediate: int, group_size: int, largest: int) -> None:
-    """I4-01: down_proj is split along its input, and whole groups have to stay together."""
-    assert max_safe_tp(moe_intermediate, group_size) == largest
-    unit = 8 if group_size == -1 else group_size
-    fitting = [tp for tp in (1, 2, 4, 8, 16, 32, 64, 128, 256) if moe_intermediate % (tp * unit) == 0]
-    assert max(fitting, default=0) == largest
 
 
 @pytest.mark.parametrize(

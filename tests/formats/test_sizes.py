@@ -156,9 +156,27 @@ def test_public_tensor_parallel_failures(intermediate: int, group: int, tp: int,
     assert largest_tensor_parallel(intermediate, group) == largest
 
 
-def test_no_split_at_all() -> None:
-    assert largest_tensor_parallel(2048, -1) == 1
-    assert largest_tensor_parallel(100, 32) == 0
+@pytest.mark.parametrize(
+    ("moe_intermediate", "group_size", "largest"),
+    [
+        (100, 32, 0),
+        (1408, 128, 1),
+        (1536, 128, 4),
+        (2048, 128, 16),
+        (2048, 32, 64),
+        (1536, 32, 16),
+        (1536, 64, 8),
+        (1408, 32, 4),
+        (1000, 32, 0),
+        (2048, -1, 256),
+    ],
+)
+def test_largest_safe_tensor_parallel_size(moe_intermediate: int, group_size: int, largest: int) -> None:
+    """I4-01: down_proj is split along its input, and whole groups have to stay together."""
+    assert largest_tensor_parallel(moe_intermediate, group_size) == largest
+    unit = 8 if group_size == -1 else group_size
+    fitting = [tp for tp in (1, 2, 4, 8, 16, 32, 64, 128, 256) if moe_intermediate % (tp * unit) == 0]
+    assert max(fitting, default=0) == largest
 
 
 def test_the_planner_names_what_cannot_be_cut() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from moepress.errors import QuantizeError
 from moepress.quantize.decision import Fallback, Kept, Quantized
-from moepress.quantize.fidelity import Fidelity, combine
+from moepress.quantize.fidelity import Fidelity
 from moepress.quantize.grid import ZERO_GROUP_SCALE, Grid, dequantize, usable_scales
 
 
@@ -45,7 +45,7 @@ def test_usable_scales_replaces_zero_and_subnormal() -> None:
 
 
 def test_fidelity_adds_up() -> None:
-    whole = combine([Fidelity(1.0, 100.0, 0.5), Fidelity(3.0, 300.0, 0.25)])
+    whole = Fidelity(1.0, 100.0, 0.5) + Fidelity(3.0, 300.0, 0.25)
     assert whole == Fidelity(4.0, 400.0, 0.5)
     assert math.isclose(whole.relative_error, 0.1)
     assert math.isclose(whole.sqnr_db, 20.0)

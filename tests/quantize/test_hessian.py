@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moepress.errors import QuantizeError
-from moepress.quantize.error_aware import CrossSum, error_aware_target
+from moepress.quantize.error_aware import error_aware_target
 from moepress.quantize.gptq import gptq
 from moepress.quantize.grid import Grid
-from moepress.quantize.hessian import HessianSum, down_target, gate_up_target, shrink, shrinkage
+from moepress.quantize.hessian import add_gram, down_target, gate_up_target, mirror, shrink, shrinkage
 from tests.quantize.gptq_cases import correlated_hessian
 
 
@@ -17,59 +17,20 @@ def inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
 
 
+def mean(x: torch.Tensor) -> torch.Tensor:
+    """(2/n) xᵀ x, as calibration makes it."""
+    total = torch.zeros(x.shape[1], x.shape[1])
+    add_gram(total, x)
+    mirror(total)
+    return total * (2 / len(x))
+
+
 @pytest.mark.parametrize(("tokens", "columns"), [(5, 64), (1500, 96), (100, 1100)])
-def test_mean_is_the_formula(tokens: int, columns: int) -> None:
-    x, w = inputs(tokens, columns), torch.rand(tokens, generator=torch.Generator().manual_seed(1))
-    for weights in (None, w):
-        total = HessianSum(columns)
-        total.add(x[: tokens // 2], None if weights is None else weights[: tokens // 2])
-        total.add(x[tokens // 2 :], None if weights is None else weights[tokens // 2 :])
-        h = total.mean()
-        exact = 2 / tokens * (x.double() * (1 if weights is None else w.double()[:, None])).t() @ x.double()
-        assert total.tokens == tokens
-        assert torch.equal(h, h.t())
-        torch.testing.assert_close(h.double(), exact, rtol=1e-4, atol=1e-5)
-
-
-def test_merge_is_the_sum_and_order_is_exact() -> None:
-    x = inputs(300, 64)
-    parts = [HessianSum(64) for _ in range(2)]
-    parts[0].add(x[:100])
-    parts[1].add(x[100:])
-    again = [HessianSum(64) for _ in range(2)]
-    again[0].add(x[:100])
-    again[1].add(x[100:])
-    parts[0].merge(parts[1])
-    again[0].merge(again[1])
-    assert parts[0].tokens == 300
-    assert torch.equal(parts[0].mean(), again[0].mean())
-    whole = HessianSum(64)
-    whole.add(x)
-    torch.testing.assert_close(parts[0].mean(), whole.mean())
-
-
-def test_bf16_inputs_are_summed_in_float32() -> None:
-    x = (inputs(4000, 32) + 8).bfloat16()
-    total = HessianSum(32)
-    total.add(x)
-    exact = 2 / 4000 * x.double().t() @ x.double()
-    torch.testing.assert_close(total.mean().double(), exact, rtol=1e-5, atol=0)
-
-
-def test_no_token_gives_zero() -> None:
-    total = HessianSum(8)
-    total.add(torch.empty(0, 8))
-    assert total.tokens == 0
-    assert (total.mean() == 0).all()
-
-
-def test_shapes_are_checked() -> None:
-    with pytest.raises(QuantizeError, match="of 8 columns"):
-        HessianSum(8).add(torch.zeros(3, 9))
-    with pytest.raises(QuantizeError, match="weights"):
-        HessianSum(8).add(torch.zeros(3, 8), torch.ones(4))
-    with pytest.raises(QuantizeError, match="for 8 columns"):
-        CrossSum(8).add(torch.zeros(3, 8), torch.zeros(4, 8))
+def test_half_a_gram_mirrored_is_the_whole_to_the_last_bit_of_symmetry(tokens: int, columns: int) -> None:
+    x = inputs(tokens, columns)
+    h = mean(x)
+    assert torch.equal(h, h.t())
+    torch.testing.assert_close(h.double(), 2 / tokens * x.double().t() @ x.double(), rtol=1e-4, atol=1e-5)
 
 
 def test_shrinkage_by_token_count() -> None:
@@ -92,16 +53,15 @@ def test_shrinking_helps_when_tokens_are_few() -> None:
     columns, weight = 128, torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(5))
     truth = correlated_hessian(columns, 20_000, 3)
     root = torch.linalg.cholesky(truth + 1e-4 * torch.eye(columns))
-    seen, pooled = HessianSum(columns), HessianSum(columns)
-    seen.add(inputs(24, columns, 1) @ root.t())
-    pooled.add(inputs(2000, columns, 2) @ root.t() + 0.5 * inputs(2000, columns, 3))
-    shrunk = shrink(seen.mean(), gate_up_target(pooled.mean()), seen.tokens)
+    seen = mean(inputs(24, columns, 1) @ root.t())
+    pooled = mean(inputs(2000, columns, 2) @ root.t() + 0.5 * inputs(2000, columns, 3))
+    shrunk = shrink(seen, gate_up_target(pooled), 24)
 
     def judged(h: torch.Tensor) -> float:
         d = weight[0] - gptq(weight, h[None], Grid(4, 32)).weight.dequantize()[0]
         return float(((d @ truth) * d).sum())
 
-    assert judged(shrunk) < 0.7 * judged(seen.mean())
+    assert judged(shrunk) < 0.7 * judged(seen)
 
 
 def test_error_aware_target_is_the_formula() -> None:
@@ -110,10 +70,8 @@ def test_error_aware_target_is_the_formula() -> None:
     x = inputs(tokens, columns)
     seen = x @ (torch.eye(columns) + 0.1 * inputs(columns, columns, 1)) + 0.05 * inputs(tokens, columns, 2)
     weight = inputs(24, columns, 3)
-    h, cross = HessianSum(columns), CrossSum(columns)
-    h.add(seen)
-    cross.add(x, seen)
-    target = error_aware_target(weight, cross.mean(), h.mean(), tokens)
+    cross = 2 / tokens * (x - seen).t() @ seen
+    target = error_aware_target(weight, cross, mean(seen), tokens)
     xs, xd, wd = seen.double(), x.double(), weight.double()
     full_h, full_c = 2 / tokens * xs.t() @ xs, 2 / tokens * (xd - xs).t() @ xs
     ridge = 0.1 * full_h.diagonal().mean() * torch.eye(columns)
@@ -128,12 +86,9 @@ def test_error_aware_target_is_the_formula() -> None:
 
 def test_error_aware_target_without_error_or_strength_is_the_weight() -> None:
     x, weight = inputs(500, 32), inputs(8, 32, 1)
-    h, cross = HessianSum(32), CrossSum(32)
-    h.add(x)
-    cross.add(x, x)
-    assert torch.equal(error_aware_target(weight, cross.mean(), h.mean(), 500).weight, weight)
-    cross.add(x + 1, x)
-    assert torch.equal(error_aware_target(weight, cross.mean(), h.mean(), 500, strength=0.0).weight, weight)
+    assert torch.equal(error_aware_target(weight, torch.zeros(32, 32), mean(x), 500).weight, weight)
+    cross = 2 / 500 * torch.ones(500, 32).t() @ x
+    assert torch.equal(error_aware_target(weight, cross, mean(x), 500, strength=0.0).weight, weight)
 
 
 def test_error_aware_target_lowers_the_output_error_after_quantizing() -> None:
@@ -141,13 +96,11 @@ def test_error_aware_target_lowers_the_output_error_after_quantizing() -> None:
     x = inputs(tokens, columns)
     seen = x + 0.2 * x @ inputs(columns, columns, 1) / 8
     weight = inputs(32, columns, 2)
-    h, cross = HessianSum(columns), CrossSum(columns)
-    h.add(seen)
-    cross.add(x, seen)
-    target = error_aware_target(weight, cross.mean(), h.mean(), tokens)
+    cross = 2 / tokens * (x - seen).t() @ seen
+    target = error_aware_target(weight, cross, mean(seen), tokens)
 
     def output_error(aim: torch.Tensor) -> float:
-        served = gptq(aim[None], h.mean()[None], Grid(4, 32), source=weight[None]).weight.dequantize()[0]
+        served = gptq(aim[None], mean(seen)[None], Grid(4, 32), source=weight[None]).weight.dequantize()[0]
         return float((seen @ served.t() - x @ weight.t()).square().mean())
 
     assert output_error(target.weight) < 0.5 * output_error(weight)
