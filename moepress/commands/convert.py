@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import duration, next_step, note, size, stderr, stdout, table
+from moepress.commands.hub_source import DeleteSource, SourceFolder, Stream, here_or_arriving
 from moepress.commands.options import (
     AsJson,
     Overrides,
@@ -20,6 +21,7 @@ from moepress.commands.options import (
 )
 from moepress.commands.progress import ConvertProgress
 from moepress.commands.workers import Gather, RayAddress, WorkerCount, WorkerGpus, WorkerThreads, place_of_work
+from moepress.errors import HubError
 
 if TYPE_CHECKING:
     from moepress.convert.run import Conversion
@@ -38,6 +40,9 @@ def convert(
     worker_threads: WorkerThreads = 1,
     worker_gpus: WorkerGpus = 0,
     gather: Gather = None,
+    stream: Stream = False,
+    delete_source: DeleteSource = False,
+    source_dir: SourceFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Press SRC into OUT. Stopped at any moment, the same command resumes."""
@@ -48,16 +53,27 @@ def convert(
     loaded: Recipe = load_recipe(recipe, overrides or ())
     place = place_of_work(workers, ray_address, worker_threads, worker_gpus, gather)
     command = f"moepress convert {source} {out} --recipe {recipe_words(recipe, overrides)}"
+    command += " --stream" * stream + " --delete-source" * delete_source
+    command += f" --source-dir {source_dir}" if source_dir else ""
+    if stream and place is not None:
+        raise HubError("workers read the source from files, and --stream has none yet", where="--stream")
     try:
-        with ConvertProgress(quiet=as_json) as progress:
+        with (
+            here_or_arriving(source, out, stream=stream, delete=delete_source, folder=source_dir, quiet=as_json) as (
+                here,
+                arrivals,
+            ),
+            ConvertProgress(quiet=as_json) as progress,
+        ):
             result = run_convert(
-                source,
+                here,
                 out,
                 loaded,
                 threads=threads,
                 trust_remote_code=trust_remote_code,
                 watcher=progress,
                 place=place,
+                arrivals=arrivals,
             )
     except KeyboardInterrupt:
         note(f"stopped; finished shards are kept. To resume:\n  {command}")
@@ -74,7 +90,7 @@ def convert(
         )
     else:
         show(result, broken)
-        next_step(f"moepress verify {out} --source {source}")
+        next_step(f"moepress verify {out}" + ("" if delete_source else f" --source {here}"))
     if broken:
         raise typer.Exit(1)
 

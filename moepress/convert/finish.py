@@ -18,6 +18,7 @@ from moepress.errors import ConvertError
 from moepress.formats.atomic import atomic_write_json, copy_file
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.writer import write_index
+from moepress.hub.ledger import read_origin
 
 WORST = 20
 """How many of the worst weights a report names."""
@@ -44,6 +45,7 @@ def finish(
         receipts.append(receipt)
     side_files = {name: copy_file(checkpoint.path(name), journal.out / name) for name in plan.side_files}
     report = make_report(plan, receipts, side_files)
+    report["source"] = _origin(checkpoint)
     report["kv_cache"] = kv.as_json() if kv is not None else plan.kv.as_json()
     atomic_write_json(journal.out / "moepress_report.json", report)
     atomic_write_json(journal.out / "config.json", output_config(checkpoint, plan))
@@ -54,6 +56,12 @@ def finish(
         total_parameters=plan.total_parameters,
     )
     return report
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """Repository and commit that the source was pulled from; None where nobody wrote it down."""
+    origin = read_origin(checkpoint.folder) if checkpoint.folder is not None else None
+    return None if origin is None else {"repo": origin.repo, "commit": origin.commit}
 
 
 def make_report(plan: ConversionPlan, receipts: list[dict[str, Any]], side_files: dict[str, str]) -> dict[str, Any]:

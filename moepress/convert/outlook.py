@@ -18,7 +18,6 @@ from moepress.convert.plan import ConversionPlan, check_parallel, make_plan, pre
 from moepress.convert.run import calibration_samples
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import expected_weights
-from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.families import identify_family
 from moepress.formats.sizes import (
     GIB,
@@ -28,6 +27,8 @@ from moepress.formats.sizes import (
     kv_pool_bytes,
     kv_tokens,
 )
+from moepress.hub.address import hub_address
+from moepress.hub.opening import open_source
 from moepress.recipe import Recipe
 
 
@@ -150,7 +151,8 @@ def outlook(
         specs = expected_weights(config)
         source_bytes, pressed_bytes = checkpoint_bytes(specs), checkpoint_bytes(pressed_specs(config, recipe))
     else:
-        checkpoint = open_checkpoint(source)
+        on_hub = hub_address(source) is not None
+        checkpoint = open_source(source, side_files=on_hub)
         config = checkpoint.config
         samples = (
             calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code)
@@ -162,8 +164,11 @@ def outlook(
         Journal(target, plan).check()
         disk = disk_need(plan, target)
         check_disk(plan, target)
-        time = estimate_time(plan, target, threads=threads)
         warnings = plan.warnings
+        if on_hub:  # no tensors are here to measure with
+            warnings += ("the source is on the Hub: time is not estimated, and the download comes on top",)
+        else:
+            time = estimate_time(plan, target, threads=threads)
         specs = expected_weights(config)
         source_bytes, pressed_bytes = plan.source_bytes, plan.output_bytes
     ranks = recipe.serving.tensor_parallel

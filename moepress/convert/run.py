@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from moepress.convert.arrivals import Arrivals
 from moepress.convert.estimate import check_disk
 from moepress.convert.executor import Place, in_process
 from moepress.convert.finish import finish
@@ -67,6 +68,7 @@ def convert(
     trust_remote_code: bool = False,
     watcher: Watcher | None = None,
     place: Place | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Conversion:
     """Presses the checkpoint at ``source`` into ``out``.
 
@@ -77,6 +79,7 @@ def convert(
         trust_remote_code: run the Python code that a checkpoint brings for its tokenizer; only calibration needs one.
         watcher: is told about progress.
         place: where the work is done, for example by workers of a cluster; this process by default. Changes no byte.
+        arrivals: the source is still arriving; then ``source`` is what it is called.
 
     Raises:
         CheckpointError, FormatError: the source is incomplete or damaged.
@@ -85,7 +88,7 @@ def convert(
     """
     started = time.monotonic()
     watcher = watcher or Silent()
-    checkpoint = open_checkpoint(source)
+    checkpoint = arrivals.checkpoint if arrivals is not None else open_checkpoint(source)
     needed = reads_calibration_text(identify_family(checkpoint.config), recipe)
     samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if needed else None
     plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
@@ -93,6 +96,9 @@ def convert(
     journal.check()
     done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
     check_disk(plan, out, finished=set(done))
+    todo = [s for s in plan.shards if s.name not in done and not (recipe.calibrated and s.layer is not None)]
+    if arrivals is not None:
+        todo = arrivals.begin(plan, todo)
     place = place or partial(in_process, threads=threads or os.cpu_count() or 1)
     with journal.open(), place(checkpoint, plan, out) as executor:
         watcher.begin(plan, sum(shard_source_bytes(plan, s) for s in plan.shards if s.name in done))
@@ -102,6 +108,8 @@ def convert(
             def keep(shard: ShardPlan, receipt: dict[str, Any]) -> None:
                 journal.write_receipt(shard.name, receipt)
                 watcher.unit_done(receipt)
+                if arrivals is not None:
+                    arrivals.finished(shard)
 
             carried = [shard for shard in shards if not shard.added]
             for shard, receipt in executor.shards(carried, as_planned, watcher.unit, watcher.advance):
@@ -111,12 +119,18 @@ def convert(
                     watcher.unit(shard.label)
                     keep(shard, kv.write_shard(shard, out))
 
-        todo = [s for s in plan.shards if s.name not in done and not (recipe.calibrated and s.layer is not None)]
-        write([shard for shard in todo if kv is None or shard.layer is not None], plan)
+        first = [shard for shard in todo if kv is None or shard.layer is not None]
+        layers_first = (
+            arrivals is not None and recipe.calibrated
+        )  # the layers arrive in order, kept tensors are in all shards
+        if not layers_first:
+            write(first, plan)
         if samples is not None and recipe.calibrated:
             from moepress.convert.layers import CalibratedLayers
 
             CalibratedLayers(checkpoint, plan, journal, samples, executor, watcher, kv).run()
+        if layers_first:
+            write(first, plan)
         if samples is not None and kv is not None:
             from moepress.convert.kv_measure import measure_source
 

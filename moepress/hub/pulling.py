@@ -209,6 +209,11 @@ class Fetcher:
         self._watcher.note(f"{file.name} is here but {wrong}; it is fetched again")
         return False
 
+    def forget(self, name: str) -> None:
+        """The file was removed on purpose."""
+        with self._lock:
+            self.ledger.forget(name)
+
     def fetch_all(self, files: list[RemoteFile], workers: int) -> None:
         """Fetches files side by side, the first ones first; the first error stops the rest.
 
