@@ -250,8 +250,9 @@ class Evaluation(Section):
     """What `moepress evaluate` asks: how much worse than its source a model may be, and how sure one must be of it."""
 
     confidence: float = Field(0.95, ge=0.5, le=0.999, description="of the two-sided intervals that verdicts rest on")
-    max_drop: float = Field(
-        0.01, ge=0, le=1, description="largest drop of a share of right answers (tasks, code, tool calls), absolute"
+    max_drop: float = Field(0.02, ge=0, le=1, description="largest drop of a share of right answers, absolute")
+    max_tool_call_drop: float = Field(
+        0.05, ge=0, le=1, description="the same for tool-call cases, of which fewer are shipped"
     )
     max_kl: float = Field(0.05, gt=0, description="largest KL(source ‖ pressed) of any domain of text, nats a token")
     max_perplexity_rise: float = Field(

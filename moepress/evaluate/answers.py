@@ -97,6 +97,7 @@ class Contestant:
         name: for people: folder or id.
         identity: what its answers are kept under.
         kind: which API its server has, known before it runs, because requests depend on it.
+        software: that server, for people.
         open_endpoint: gives the server; called at the first question that has no kept answer, and then never again.
         answers: where they are kept.
         concurrency: questions at once.
@@ -108,6 +109,7 @@ class Contestant:
     name: str
     identity: str
     kind: Kind
+    software: str
     open_endpoint: Callable[[], Endpoint]
     answers: Answers
     concurrency: int = 8

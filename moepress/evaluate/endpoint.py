@@ -23,6 +23,11 @@ from moepress.errors import EvaluateError
 Kind = Literal["sglang", "openai"]
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 _LONGEST_PAUSE_S = 30.0
+_FACTS = ("model_path", "dtype", "quantization", "kv_cache_dtype", "speculative_algorithm", "tool_call_parser")
+
+
+class RequestRefused(EvaluateError):
+    """The server understood the request and will not do it (HTTP 4xx): this API lacks what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Endpoint:
         kind: ``sglang`` when /generate and its probabilities are there.
         model: the name to send.
         software: for people: ``SGLang 0.5.23``.
+        facts: what decides about its answers beside the weights, as far as it tells: KV type, quantization, speculation.
         api_key: sent as a bearer token; never stored.
         timeout_s: of one request.
         attempts: most tries of one request.
@@ -43,6 +49,7 @@ class Endpoint:
     kind: Kind
     model: str
     software: str
+    facts: tuple[tuple[str, str], ...] = ()
     api_key: str | None = None
     timeout_s: float = 900.0
     attempts: int = 6
@@ -77,7 +84,9 @@ def connect(
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise EvaluateError(f"{url!r} is not the URL of a server", hint="--url http://HOST:PORT")
     root = url.rstrip("/").removesuffix("/v1")
-    found = Endpoint(root, "openai", model or "", "OpenAI-compatible", api_key, min(timeout_s, 30.0), min(attempts, 3))
+    found = Endpoint(
+        root, "openai", model or "", "", api_key=api_key, timeout_s=min(timeout_s, 30.0), attempts=min(attempts, 3)
+    )
     listed = [str(entry.get("id")) for entry in _request(found, "GET", "/v1/models", None).get("data", [])]
     if model is None and len(listed) != 1:
         raise EvaluateError(
@@ -85,20 +94,21 @@ def connect(
         )
     if model is not None and listed and model not in listed:
         raise EvaluateError(f"the server has no model {model!r}; it has {', '.join(listed)}", where=root)
-    kind, software = _software(found)
-    return Endpoint(root, kind, model or listed[0], software, api_key, timeout_s, attempts)
+    kind, software, facts = _software(found)
+    return Endpoint(root, kind, model or listed[0], software, facts, api_key, timeout_s, attempts)
 
 
-def _software(endpoint: Endpoint) -> tuple[Kind, str]:
-    """SGLang answers /server_info with its version; vLLM /version; others neither."""
+def _software(endpoint: Endpoint) -> tuple[Kind, str, tuple[tuple[str, str], ...]]:
+    """SGLang answers /server_info with its version and arguments; vLLM /version; others neither."""
     for path, name in (("/server_info", "SGLang"), ("/version", "vLLM")):
         try:
             answer = _request(endpoint, "GET", path, None)
         except EvaluateError:
             continue
         if "version" in answer:
-            return ("sglang" if name == "SGLang" else "openai"), f"{name} {answer['version']}"
-    return "openai", "OpenAI-compatible"
+            facts = tuple((fact, str(answer[fact])) for fact in _FACTS if answer.get(fact) is not None)
+            return ("sglang" if name == "SGLang" else "openai"), f"{name} {answer['version']}", facts
+    return "openai", "OpenAI-compatible", ()
 
 
 def _request(endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -117,7 +127,7 @@ def _request(endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | 
         except urllib.error.HTTPError as error:
             said = f"HTTP {error.code}: {error.read(500).decode(errors='replace').strip()}"
             if error.code not in _PASSING:
-                raise EvaluateError(f"{method} {path}: {said}", where=endpoint.url) from error
+                raise RequestRefused(f"{method} {path}: {said}", where=endpoint.url) from error
             pause = _asked_pause(error, pause)
         except (OSError, http.client.HTTPException) as error:
             said = str(error) or type(error).__name__
