@@ -2,6 +2,7 @@
 
     python fuzz.py clean  --page-size 1 4 64 --operations 350000 --seed 1
     python fuzz.py faults --page-size 1 4 64 --each 500 --seed 1
+    python fuzz.py aftermath --page-size 1 4 64 --each 100 --seed 1
 
 Runs in the SGLang environment, with the plug-in's folder on PYTHONPATH. Prints one JSON line a page size. Exits with 1 when
 something was wrong: an alarm without a fault, a fault without an alarm, a bystander hit, tokens nobody holds.
@@ -86,6 +87,45 @@ def inject(page_size: int, kind: str, each: int, seed: int) -> dict:
     return {"kind": kind, **found, "missed_seeds": missed[:10], "ok": ok}
 
 
+def aftermath(page_size: int, kind: str, each: int, seed: int) -> dict:
+    """`each` faults of one kind in enforce mode, and life after them.
+
+    Ended: the victim, by the guard. Then the world goes on with a closed tree, and once flushed with an open one: nobody
+    else may be named any more, no page may be listed as free twice or while in use, and after the flush none is lost.
+    """
+    found = {"made": 0, "ended": 0, "named_later": 0, "bad_free_lists": 0, "lost": 0, "still_suspect": 0}
+    while found["made"] < each:
+        seed += 1
+        world = World(page_size, seed, mode="enforce")
+        for _ in range(world.random.randrange(20, 120)):
+            world.step()
+        victim = next(
+            (req for req in world.live if faults.KINDS[kind](world.watch, req, [o for o in world.live if o is not req])),
+            None,
+        )
+        if victim is None:
+            continue
+        found["made"] += 1
+        found["ended"] += victim.rid in world.handle()
+        for turn in range(60):
+            if turn == 30:
+                world.clear()
+                found["still_suspect"] += world.watch.suspect
+            world.step()
+            found["named_later"] += len(world.handle())
+            found["bad_free_lists"] += not _free_list_is_sound(world)
+        world.clear()
+        found["lost"] += world.leaked()
+    bad = found["named_later"] + found["bad_free_lists"] + found["lost"] + found["still_suspect"]
+    return {"kind": kind, **found, "ok": found["ended"] == found["made"] and bad == 0}
+
+
+def _free_list_is_sound(world: World) -> bool:
+    free = world.allocator.get_all_free_pages()
+    in_use = world.watch.tags.generation[free] & 1
+    return free.unique().numel() == free.numel() and not bool(in_use.any())
+
+
 def _pages(world: World, req) -> list[int]:
     row = world.pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
     return (row // world.page_size).tolist()
@@ -93,7 +133,7 @@ def _pages(world: World, req) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("clean", "faults"))
+    parser.add_argument("what", choices=("clean", "faults", "aftermath"))
     parser.add_argument("--page-size", type=int, nargs="+", default=[1, 4, 64])
     parser.add_argument("--operations", type=int, default=10_000)
     parser.add_argument("--each", type=int, default=500)
@@ -106,7 +146,8 @@ def main() -> None:
         if asked.what == "clean":
             result = clean(page_size, asked.operations, asked.seed)
         else:
-            kinds = [inject(page_size, kind, asked.each, asked.seed) for kind in faults.KINDS]
+            run = inject if asked.what == "faults" else aftermath
+            kinds = [run(page_size, kind, asked.each, asked.seed) for kind in faults.KINDS]
             result = {"faults": kinds, "ok": all(kind["ok"] for kind in kinds)}
         seconds = round(time.perf_counter() - began, 1)
         print(json.dumps({"page_size": page_size, "seed": asked.seed, "seconds": seconds, **result}), flush=True)

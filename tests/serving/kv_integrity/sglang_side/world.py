@@ -16,9 +16,9 @@ import torch
 
 logging.disable(logging.WARNING)
 
-from moepress_kv_integrity import patching  # noqa: E402
+from moepress_kv_integrity import guarding, patching  # noqa: E402
 from moepress_kv_integrity.verify import verify_torch  # noqa: E402
-from moepress_kv_integrity.watch import attach  # noqa: E402
+from moepress_kv_integrity.watch import ATTRIBUTE, attach  # noqa: E402
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req  # noqa: E402
 from sglang.srt.mem_cache import allocation  # noqa: E402
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache  #
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
@@ -254,6 +255,38 @@ class World:
         lengths = torch.tensor([req.kv.kv_allocated_len for req in reqs])
         report = verify(self.pool.req_to_token, rows, lengths, self.watch.record, int(lengths.max()))
         return (report[:, 0] >= 0).tolist()
+
+    def handle(self) -> list[str]:
+        """One decode step's check and what the guard does with its answer, as in a server. Returns who was ended."""
+        reqs = list(self.live)
+        if not reqs:
+            return []
+        lengths = torch.tensor([req.kv.kv_allocated_len for req in reqs])
+        forward_batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(reqs),
+            req_pool_indices=torch.tensor([req.kv.req_pool_idx for req in reqs]),
+            seq_lens=lengths,
+            seq_lens_cpu=lengths,
+            out_cache_loc=self.pool.req_to_token[[req.kv.req_pool_idx for req in reqs], lengths - 1].to(torch.int64),
+            extend_seq_lens=None,
+        )
+        self.forwarded = forward_batch
+        runner = SimpleNamespace(is_draft_worker=False)
+        scheduler = SimpleNamespace(chunked_req=self.chunked)
+        for thing in (runner, scheduler):
+            setattr(thing, ATTRIBUTE, self.watch)
+        guarding.forward(lambda *_: None, runner, forward_batch)
+        result = SimpleNamespace(moepress_kv_answer=self.watch.unread)
+        batch = SimpleNamespace(reqs=reqs, forward_mode=ForwardMode.DECODE)
+        guarding.process_batch_result(lambda *_: None, scheduler, batch, result)
+        ended = [req for req in reqs if req.to_finish is not None]
+        for req in ended:
+            req.output_ids.append(0)  # what the result processor does with the token of this forward
+            req.update_finish_state()
+            self.live.remove(req)
+            release_kv_cache(req, self.tree, checkpoint=True)
+        return [req.rid for req in ended]
 
     def leaked(self) -> int:
         """Tokens that nobody holds when nothing runs: SGLang's own count."""
