@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   ?= demo-out
 
-.PHONY: demo test test-fast style bench sglang-cpu clean
+.PHONY: demo test test-fast style bench sglang-cpu sglang-if-possible clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## press the trained tiny Kimi: export, inspect, plan, convert, verify, load elsewhere, answer
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo.py $(DEMO)
 
-test: $(VENV)/.installed style  ## everything, the other projects' software as judges included
+test: $(VENV)/.installed style $(if $(filter no,$(SGLANG)),,sglang-if-possible)  ## everything, other projects' software as judges included; SGLANG=no: without a server
 	$(BIN)/python -m pytest
 
 test-fast: $(VENV)/.installed  ## the loop while writing: under two minutes
@@ -30,10 +30,17 @@ style: $(VENV)/.installed  ## formatting, lint, types, and imports that point on
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# torch first and with what it needs: an index may give its CUDA build. The rest is pinned whole, and resolves nothing.
 .venv-sglang/.installed: requirements/sglang-cpu.txt
+	@echo "SGLang for the CPU lab into .venv-sglang: 3.5 GB, about three minutes"
+	rm -rf .venv-sglang
 	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/pip install --quiet --no-deps --requirement requirements/sglang-cpu.txt
+	.venv-sglang/bin/pip install --quiet "$$(grep '^torch==' $<)" || { rm -rf .venv-sglang; exit 1; }
+	.venv-sglang/bin/pip install --quiet --no-deps --requirement $< || { rm -rf .venv-sglang; exit 1; }
 	touch $@
+
+sglang-if-possible:
+	@$(MAKE) --no-print-directory sglang-cpu || echo "SGLang cannot be installed here: the tests that boot it will be skipped (why: make sglang-cpu)"
 
 sglang-cpu: .venv-sglang/.installed  ## SGLang 0.5.23 for the CPU lab, in an environment of its own (3.5 GB); the serving tests find it
 
