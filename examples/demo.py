@@ -1,7 +1,8 @@
 """The main job from end to end on a real, trained, tiny checkpoint: what `make demo` runs.
 
 Every line that begins with `$` is a command you could have typed. The tiny Kimi (7.9 M parameters, trained, in
-examples/tiny_kimi) is written out the way Kimi K2 ships, pressed, verified, and handed to transformers.
+examples/tiny_kimi) is written out the way Kimi K2 ships, pressed, verified, handed to transformers, and served
+by SGLang where that is installed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ def step(title: str, *command: str) -> None:
     status = subprocess.run(command, check=False).returncode
     if status:
         raise SystemExit(status)
+
+
+def sglang_is_there() -> bool:
+    """`make sglang-cpu` has built its environment, or the user names one."""
+    return "MOEPRESS_SGLANG_PYTHON" in os.environ or Path(".venv-sglang/.installed").exists()
 
 
 def main() -> None:
@@ -50,6 +56,16 @@ def main() -> None:
         *("--samples", "8", "--length", "256", "--picture", str(out / "errors.svg")),
     )
     step("Load it in transformers and hold it against the source", sys.executable, str(HERE / "judge.py"), pressed)
+    if sglang_is_there():
+        step(
+            "Boot SGLang on it, with kernels for a CPU: does it load whole, and answer as its weights mean?",
+            *("moepress", "validate", pressed, "--baseline", source, "--cpu-lab", "--only", "loads,sanity"),
+            *("--prompts", str(HERE / "tiny_kimi" / "prompts.jsonl"), "--tokens", "32"),
+        )
+    else:
+        print(
+            "\n# Not shown: SGLang serving it. `make sglang-cpu demo` installs it first (3.5 GB, about three minutes)."
+        )
     print(f"\nThe pressed checkpoint is in {pressed}; its receipts are in {pressed}/.moepress.")
 
 

@@ -54,6 +54,7 @@ def validate(
         Path | None,
         typer.Option(exists=True, dir_okay=False, metavar="FILE", help=".jsonl or text [default: the shipped 16]."),
     ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens of each prompt, compared with the reference.")] = 16,
     only: Annotated[
         str | None, typer.Option(metavar="WHAT,…", help="Of loads, memory, speed, sanity [default: all].")
     ] = None,
@@ -77,9 +78,12 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Boot SGLang on OUT: does it load whole, fit, answer as its weights mean, and decode faster than SRC? Exit 1 if not."""
+    from dataclasses import replace
+
     from moepress.serving.launch import ServeOptions
     from moepress.serving.validation.run import QUESTIONS, Request
     from moepress.serving.validation.run import validate as run_validation
+    from moepress.serving.validation.sanity import SMOKE_LENGTH, Length
 
     if kv_dtype not in ("auto", "bf16", "fp8"):
         raise PlanRefused(f"{kv_dtype!r} is none of auto, bf16, fp8", where="--kv-dtype")
@@ -108,6 +112,7 @@ def validate(
         together=cpu_lab if together is None else together,
         asked=asked,
         workload=_workload(concurrency, rounds, smoke=cpu_lab),
+        length=replace(SMOKE_LENGTH if cpu_lab else Length(), answers=tokens),
         prompts=prompts,
         timeout_s=boot_timeout,
     )
@@ -230,7 +235,7 @@ def _show_sanity(result: Validation) -> None:
         stdout.print(f"  KL, nats a token over {compared.positions:,} positions: {shown}", soft_wrap=True)
     else:
         stdout.print(f"  {sanity.no_reference}", soft_wrap=True)
-    for prompt, served in sanity.samples[-1:]:
+    for prompt, served in sanity.samples[:2]:
         stdout.print(f"  …{prompt[-60:]!r} → {served!r}", markup=False, soft_wrap=True)
 
 

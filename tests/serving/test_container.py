@@ -23,14 +23,14 @@ def test_folders_are_mounted_under_their_own_names(tmp_path: Path) -> None:
     inside = enclose(launch, words, folders=[Path("/models/m"), tmp_path, tmp_path], work=tmp_path)
     text = shlex.join(inside.command)
     assert f"--network host -v /models/m:/models/m -v {tmp_path}:{tmp_path} lmsysorg/sglang:v0.5.23 env" in text
-    assert text.endswith(
-        f"env 'A=b c' python3 {tmp_path}/keeper.py 15.0 python3 -m sglang.launch_server --port 1"
-    )
+    assert text.endswith(f"env 'A=b c' python3 {tmp_path}/keeper.py 15.0 python3 -m sglang.launch_server --port 1")
     assert inside.variables == {}
     assert (tmp_path / "keeper.py").read_text() == Path(keeper.__file__).read_text()
 
 
-@pytest.mark.parametrize(("text", "says"), [("", "no program"), ("no-such-engine run", "no program"), ("a 'b", "not a")])
+@pytest.mark.parametrize(
+    ("text", "says"), [("", "no program"), ("no-such-engine run", "no program"), ("a 'b", "not a")]
+)
 def test_words_that_cannot_be_run(text: str, says: str) -> None:
     with pytest.raises(ServingError, match=says):
         container_words(text)

@@ -182,7 +182,9 @@ class _Run:
     def _visit(self, stage: Stage, prompts: Sequence[Prompt]) -> None:
         """Speed in turn, and whatever the baseline is asked besides."""
         run = self._speed_run() if "speed" in self.request.asked else None
-        names: list[Name] = ["candidate", *(["baseline"] if self.baseline_side is not None else [])]  # type: ignore[list-item]
+        names: list[Name] = ["candidate"]
+        if self.baseline_side is not None and self._baseline_is_needed():
+            names.append("baseline")
         rounds = run[1].rounds if run is not None else 1
         for name in visits(names, rounds):
             if name == "baseline" and not self._baseline_is_up(stage, prompts):
@@ -192,6 +194,11 @@ class _Run:
                 run[0].visit(stage, name)
         if run is not None:
             self.speed = run[0].result()
+
+    def _baseline_is_needed(self) -> bool:
+        """Its speed, its memory, or whether it loops as well; its log-probabilities come from its weights alone."""
+        loops = self.asked is not None and self.asked.long.looping > 0
+        return loops or not {"speed", "memory"}.isdisjoint(self.request.asked)
 
     def _baseline_is_up(self, stage: Stage, prompts: Sequence[Prompt]) -> bool:
         """Boots it if need be; on the first visit also memory and long answers. False: it does not come up."""

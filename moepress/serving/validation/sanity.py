@@ -31,6 +31,10 @@ class Length:
     long_prompts: int = 8
 
 
+SMOKE_LENGTH = Length(long=96, long_prompts=4)
+"""Without a GPU."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """What the candidate answered."""

@@ -32,7 +32,13 @@ def test_decode_speed_is_that_of_all_requests_at_once() -> None:
     assert rates.per_request == Figure(80.0, "tok/s", (100.0, 80.0, 50.0))
     assert rates.decode == Figure(640.0, "tok/s", (800.0, 640.0, 400.0))
     assert rates.inter_token_p95.value == 25.0
-    assert rates.decode.as_json() == {"value": 640.0, "unit": "tok/s", "min": 400.0, "max": 800.0, "runs": [800, 640, 400]}
+    assert rates.decode.as_json() == {
+        "value": 640.0,
+        "unit": "tok/s",
+        "min": 400.0,
+        "max": 800.0,
+        "runs": [800, 640, 400],
+    }
 
 
 @pytest.mark.parametrize(
