@@ -14,7 +14,21 @@ from typing import Annotated, NoReturn
 import typer
 
 from moepress import __version__
-from moepress.commands import card, convert, fidelity, inspect, plan, publish, pull, recipes, report, serve, validate, verify
+from moepress.commands import (
+    card,
+    convert,
+    evaluate,
+    fidelity,
+    inspect,
+    plan,
+    publish,
+    pull,
+    recipes,
+    report,
+    serve,
+    validate,
+    verify,
+)
 from moepress.commands.options import print_json
 from moepress.errors import MoepressError
 
@@ -34,6 +48,7 @@ for command in (
     verify.verify,
     fidelity.fidelity,
     validate.validate,
+    evaluate.evaluate,
     serve.serve,
     report.report,
     card.card,

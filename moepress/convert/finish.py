@@ -78,6 +78,7 @@ def make_report(plan: ConversionPlan, receipts: list[dict[str, Any]], side_files
     return {
         "recipe": copy.deepcopy(plan.as_json()["recipe"]),
         "gates": plan.recipe.gates.model_dump(mode="json"),
+        "evaluation": plan.recipe.evaluation.model_dump(mode="json"),
         "family": plan.family.key,
         "layout": plan.layout,
         "calibration_sha256": plan.calibration,

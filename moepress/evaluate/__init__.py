@@ -19,6 +19,8 @@ Shares are 0 to 1, KL in nats a token, ``interval`` is two-sided at ``bounds.con
       "source":    SIDE, "candidate": SIDE,
       "bounds": {the recipe's `evaluation` section, as applied},
       "rows": [ROW, …],                                            one a judged figure, in the order they are printed
+      "gates": [{"gate": "fidelity", "verdict": "passed" | "failed" | "not judged", "reason": "…",
+                 "numbers": {"KL, prose": FIGURE}}],               the rows by task, as the report shows every command's gates
       "fidelity": {"prose": DOMAIN, "code": …, "chat": …, "tool calls": …} | null,
       "drift": DRIFT | null,
       "tool_calls": {"single": CALLS, "parallel": CALLS, "multi-turn": TURNS} | null,
@@ -30,7 +32,9 @@ Shares are 0 to 1, KL in nats a token, ``interval`` is two-sided at ``bounds.con
 
     SIDE    {"name": "DIR or id", "server": "SGLang 0.5.23" | "OpenAI-compatible", "url" | null (all answers were kept ones),
              "model": "served name", "identity": "sha256 that the kept answers stand under"}
-    ROW     {"task": "gsm8k", "metric": "exact match", "of": "prompts" | "windows" | "conversations", "samples": 1319,
+    FIGURE  {"value": 0.0121, "unit": "nats/token"}
+    ROW     {"task": "gsm8k", "metric": "exact_match",             fidelity: "KL, prose"; "perplexity, prose"; …
+             "domain": "prose" | null, "of": "prompts" | "windows" | "documents" | "cases", "samples": 1319,
              "source": 0.9439 | null, "candidate": 0.9356,         null: the figure compares the two (KL)
              "recovery": 0.9912 | null,                            candidate / source, for scores
              "difference": -0.0083,                                 candidate − source, or the figure itself
@@ -43,17 +47,19 @@ Shares are 0 to 1, KL in nats a token, ``interval`` is two-sided at ``bounds.con
              "kl": 0.0121, "kl_interval": [0.0113, 0.0129], "kl_is": "exact" | "lower bound",
              "top_k": 64, "unseen_mass": 0.004 | 0.0,              source probability outside the tokens both sides named
              "top1_agreement": 0.953, "top1_interval": [0.948, 0.957],
-             "source_perplexity": 13.9, "candidate_perplexity": 14.0}
+             "source_perplexity": 13.9, "candidate_perplexity": 14.0,
+             "perplexity_rise": 0.007, "perplexity_rise_interval": [0.005, 0.009]}
     DRIFT   {"prompts": 64, "tokens": 256,
              "candidate": CURVE, "noise": CURVE | null,            noise: the source against itself, asked again
              "prompts_sample": [{"prompt", "position", "source", "candidate"}]}
-    CURVE   {"diverged": 40, "median": 87 | null (more than half never parted), "restricted_mean": 130.2,
+    CURVE   {"pairs": 64, "diverged": 40, "median": 87 | null (more than half never parted), "restricted_mean": 130.2,
              "positions": [1, 2, 4, …], "surviving": [1.0, 0.98, …], "low": [...], "high": [...],   Kaplan–Meier
              "token_agreement": 0.61}                              same token at the same position, all positions
-    CALLS   {"cases": 60, "source": {"json": 0.98, "schema": 0.97, "name": 0.95, "arguments": 0.9, "correct": 0.9},
-             "candidate": {…the same…}}                            shares of cases
-    TURNS   {"conversations": 20, "turns": 80, "by_turn": [{"turn": 1, "source": 0.95, "candidate": 0.95, "of": 20}, …],
+    CALLS   {"cases": 60, "source": {"called": 0.99, "json": 0.98, "schema": 0.97, "names": 0.95, "correct": 0.9},
+             "candidate": {…the same…}}                            shares of turns; a step needs those before it
+    TURNS   {…as CALLS…, "conversations": 20, "turns": 80, "by_turn": [{"turn": 1, "source": 0.95, "candidate": 0.95, "of": 20}, …],
              "survival": {"source": CURVE-like {"positions", "surviving"}, "candidate": …}}   no error up to this turn
     TASK    {"kind": "lm-eval" | "code", "metric": "exact_match,strict-match", "samples": 1319, "source": 0.94,
-             "candidate": 0.93, "version": "lm_eval 0.4.13", "settings": {…}, "outcomes": {"passed": 120, …} | null}
+             "candidate": 0.93, "version": "lm_eval 0.4.13" | null, "settings": {…},
+             "outcomes": {"source": {"passed": 120, "timeout": 1, …}, "candidate": …} | null}
 """

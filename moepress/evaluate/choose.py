@@ -4,7 +4,7 @@ fidelity      KL, top-1 agreement and perplexity of next tokens, per domain of t
 drift         greedy continuations side by side
 tool-calls    single, parallel, over several turns
 humaneval, mbpp                           executed in the sandbox
-gsm8k, mmlu, arc-challenge, wikitext      by lm-eval; lm:NAME or lm:NAME:METRIC for any other of its tasks
+gsm8k, mmlu, arc_challenge, wikitext      by lm-eval; lm:NAME or lm:NAME:METRIC for any other of its tasks
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class LmTask:
 TASKS = {
     "gsm8k": LmTask("gsm8k", "gsm8k", "exact_match", "flexible-extract", 5, generates=True),
     "mmlu": LmTask("mmlu", "mmlu", "acc", fewshot=5),
-    "arc-challenge": LmTask("arc-challenge", "arc_challenge", "acc_norm", fewshot=25),
+    "arc_challenge": LmTask("arc_challenge", "arc_challenge", "acc_norm", fewshot=25),
     "wikitext": LmTask("wikitext", "wikitext", "word_perplexity"),
 }
 """The tasks with names of their own. `lm:NAME` or `lm:NAME:METRIC` takes any other."""

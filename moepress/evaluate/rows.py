@@ -48,6 +48,7 @@ class Row:
     better: Literal["higher", "lower"]
     verdict: Verdict
     why: str
+    domain: str | None = None
     test: McNemar | None = None
     truncated: tuple[int, int] = (0, 0)
 
@@ -55,6 +56,7 @@ class Row:
         return {
             "task": self.task,
             "metric": self.metric,
+            "domain": self.domain,
             "of": self.of,
             "samples": self.samples,
             "source": self.source,
@@ -172,8 +174,8 @@ def domain_rows(domain: str, found: DomainDivergence, bounds: Evaluation) -> lis
         values = (facts["source_perplexity"], facts["candidate_perplexity"]) if metric == "perplexity" else None
         made.append(
             Row(
-                domain,
-                metric,
+                "fidelity",
+                f"{metric}, {domain}",
                 "windows",
                 len(found.units),
                 values[0] if values else None,
@@ -183,6 +185,7 @@ def domain_rows(domain: str, found: DomainDivergence, bounds: Evaluation) -> lis
                 side,
                 verdict,
                 why,
+                domain,
             )
         )
     return made
@@ -203,7 +206,7 @@ def _dropping(
 ) -> Row:
     bound = -(bounds.max_drop if max_drop is None else max_drop)
     verdict, why = judge(interval, bound, better="higher", samples=n, needed=bounds.min_samples, of=of)
-    row = Row(task, metric, of, n, source, candidate, interval, bound, "higher", verdict, why, test, truncated)
+    row = Row(task, metric, of, n, source, candidate, interval, bound, "higher", verdict, why, None, test, truncated)
     return _cut_off(row, bounds.max_truncated_share)
 
 

@@ -20,6 +20,7 @@ from moepress.evaluate.significance import Verdict, worst
 from moepress.recipe import Evaluation
 
 SCHEMA = 1
+_GATE: dict[Verdict, str] = {"ACCEPT": "passed", "REGRESSION": "failed", "NOT ENOUGH DATA": "not judged"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,19 @@ class Evaluated:
         """Rows by verdict."""
         return dict(Counter(row.verdict for row in self.rows))
 
+    def gates(self) -> list[dict[str, Any]]:
+        """The rows by task, in the form in which the report shows the gates of every command."""
+        found = []
+        for task in dict.fromkeys(row.task for row in self.rows):
+            rows = [row for row in self.rows if row.task == task]
+            verdict = worst([row.verdict for row in rows])
+            decisive = [row for row in rows if row.verdict == verdict]
+            reason = "; ".join(f"{row.metric}: {row.why}" for row in decisive[:2])
+            more = f"; and {len(decisive) - 2} more" if len(decisive) > 2 else ""
+            numbers = {row.metric: {"value": row.candidate, "unit": _unit(row)} for row in rows}
+            found.append({"gate": task, "verdict": _GATE[verdict], "reason": reason + more, "numbers": numbers})
+        return found
+
     def as_json(self) -> dict[str, Any]:
         """The shape in the package's docstring, but for ``next``."""
         return {
@@ -57,6 +71,7 @@ class Evaluated:
             **self.sides,
             "bounds": self.bounds.model_dump(mode="json"),
             "rows": [row.as_json() for row in self.rows],
+            "gates": self.gates(),
             **{name: self.sections.get(name) for name in ("fidelity", "drift", "tool_calls", "tasks")},
             "skipped": [{"task": task, "why": why} for task, why in self.skipped.items()],
             "requests": self.requests,
@@ -118,6 +133,12 @@ def evaluate(
         bounds,
         {"asked": source.asked + candidate.asked, "from_cache": source.kept + candidate.kept},
     )
+
+
+def _unit(row: Row) -> str:
+    if row.metric.startswith("KL"):
+        return "nats/token"
+    return "share" if row.better == "higher" else ""
 
 
 def _side(who: Contestant) -> dict[str, Any]:
