@@ -18,6 +18,7 @@ from moepress.results import REPORT_NAME, write_result
 
 if TYPE_CHECKING:
     from moepress.recipe import Recipe
+    from moepress.serving.validation.figures import Figure
     from moepress.serving.validation.result import Validation
     from moepress.serving.validation.sides import Host
     from moepress.serving.validation.speed import Rates, Workload
@@ -177,13 +178,21 @@ def _show_memory(result: Validation) -> None:
     memory = result.memory
     if memory is None:
         return
-    rows = table(f"memory per GPU (TP{memory.tensor_parallel}), GiB", right=("source", "pressed", "planned"))
     mine, theirs = memory.candidate, memory.baseline
+    unit, scale = ("GiB", 2**30) if mine.predicted_weights >= 2**29 else ("MiB", 2**20)
+
+    def shown(count: float | None) -> str:
+        return "" if count is None else f"{count / scale:,.2f}"
+
+    def figure(value: Figure | None) -> str:
+        return shown(None if value is None else value.value * 2**30)
+
+    rows = table(f"memory per GPU (TP{memory.tensor_parallel}), {unit}", right=("source", "pressed", "planned"))
     other = theirs.weights if theirs is not None else None
-    rows.add_row("weights, as the server counts", _number(other), _number(mine.weights), _gib(mine.predicted_weights))
+    rows.add_row("weights, as the server counts", figure(other), figure(mine.weights), shown(mine.predicted_weights))
     for component, held, their_bytes, planned in memory.rows():
-        rows.add_row(f"  {component}", "" if their_bytes is None else _gib(their_bytes), _gib(held), _gib(planned))
-    rows.add_row("KV pool", _number(theirs.kv_pool if theirs else None), _number(mine.kv_pool), "")
+        rows.add_row(f"  {component.replace('_', ' ')}", shown(their_bytes), shown(held), shown(planned))
+    rows.add_row("KV pool", figure(theirs.kv_pool if theirs else None), figure(mine.kv_pool), "")
     tokens = [f"{side.kv_tokens.value:,.0f}" if side and side.kv_tokens else "" for side in (theirs, mine)]
     planned_tokens = "" if mine.predicted_tokens is None else f"{mine.predicted_tokens:,}"
     rows.add_row(f"tokens that fit ({mine.kv_dtype or 'KV type unknown'})", *tokens, planned_tokens)
@@ -199,23 +208,17 @@ def _show_speed(result: Validation) -> None:
     smoke = " — smoke only, says nothing about a GPU" if result.smoke else ""
     load = speed.workload
     stdout.print(
-        f"\n[bold]speed[/bold]: {load.prompt_tokens} tokens in, {load.output_tokens} out{smoke}; median [least–most] "
-        f"of {load.rounds} rounds",
+        f"\n[bold]speed[/bold]: {load.prompt_tokens} tokens in, {load.output_tokens} out, median of {load.rounds} "
+        f"rounds{smoke}",
         soft_wrap=True,
     )
-    rows = table(
-        "at once", right=("source tok/s", "pressed tok/s", "ratio", "", "TTFT p50/p95 ms", "next token p50/p95 ms")
-    )
+    rows = table("at once", right=("source tok/s", "pressed tok/s", "ratio", "least–most", "", "TTFT p95", "next p95"))
     for row in speed.decode:
-        ratio = "" if row.ratio is None else f"× {row.ratio.value:.2f}"
-        verdict = row.as_json()["verdict"] or ""
-        rows.add_row(
-            str(row.concurrency), _rate(row.baseline), _rate(row.candidate), ratio, verdict, *_latency(row.candidate)
-        )
+        data, mine = row.as_json(), row.candidate
+        waits = (f"{mine.ttft_p95.value:,.0f} ms", f"{mine.inter_token_p95.value:,.1f} ms")
+        rows.add_row(str(row.concurrency), *_rates(row.baseline, mine, row.ratio), data["verdict"] or "", *waits)
     prefill = speed.prefill
-    theirs = prefill.get("baseline")
-    ratio = "" if speed.prefill_ratio is None else f"× {speed.prefill_ratio.value:.2f}"
-    rows.add_row("prefill", _number(theirs), _number(prefill["candidate"]), ratio)
+    rows.add_row("prefill", *_three(prefill.get("baseline"), prefill["candidate"], speed.prefill_ratio))
     stdout.print(rows)
 
 
@@ -333,23 +336,12 @@ def _words(text: str, known: tuple[str, ...], where: str) -> tuple[str, ...]:
     return tuple(word for word in known if word in words)
 
 
-def _number(figure: Any) -> str:
-    return "" if figure is None else f"{figure.value:,.2f}"
+def _rates(theirs: Rates | None, mine: Rates, ratio: Figure | None) -> tuple[str, str, str, str]:
+    return _three(None if theirs is None else theirs.decode, mine.decode, ratio)
 
 
-def _gib(count: float) -> str:
-    return f"{count / 2**30:,.2f}" if count >= 2**27 else f"{count / 2**30:,.4f}"
-
-
-def _rate(rates: Rates | None) -> str:
-    if rates is None:
-        return ""
-    runs = rates.decode.runs
-    return f"{rates.decode.value:,.1f} [{min(runs):,.1f}–{max(runs):,.1f}]"
-
-
-def _latency(rates: Rates) -> tuple[str, str]:
-    return (
-        f"{rates.ttft_p50.value:,.0f} / {rates.ttft_p95.value:,.0f}",
-        f"{rates.inter_token_p50.value:,.1f} / {rates.inter_token_p95.value:,.1f}",
-    )
+def _three(theirs: Figure | None, mine: Figure, ratio: Figure | None) -> tuple[str, str, str, str]:
+    if ratio is None:
+        return ("" if theirs is None else f"{theirs.value:,.1f}", f"{mine.value:,.1f}", "", "")
+    spread = f"{min(ratio.runs):.2f}–{max(ratio.runs):.2f}"
+    return ("" if theirs is None else f"{theirs.value:,.1f}", f"{mine.value:,.1f}", f"× {ratio.value:.2f}", spread)

@@ -29,7 +29,7 @@ from moepress.serving.validation.figures import Figure, gib, json_or_none
 from moepress.serving.validation.sides import Side
 
 _WIDTHS = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2}
-_OTHER = "not from the checkpoint"
+_OTHER = "the server's own parameters"
 _NOTABLE = 0.01
 
 
@@ -164,7 +164,7 @@ def measure_memory(side: Side, client: SGLangClient, checkpoint: Checkpoint, gpu
     """
     log = side.log
     if log is not None:
-        weights, pool = _figure(log.weights_gib), _figure(log.kv_gib)
+        weights, pool = _figure(log.weights_gib), _figure(_finer(side, "kvcache") or log.kv_gib)
         tokens, free, kv_dtype = log.kv_tokens, _figure(log.free_gib), log.kv_dtype
     else:
         held = client.memory()
@@ -231,6 +231,13 @@ def _component(checkpoint: Checkpoint, sources: Sequence[str]) -> str:
         except CheckpointError:  # a name that the family has no weight for; the load proof reports it
             continue
     return _OTHER
+
+
+def _finer(side: Side, name: str) -> float | None:
+    """/server_info has three decimals of a GiB where the log has two."""
+    states = side.info.get("internal_states") or [{}]
+    value = (states[0].get("memory_usage") or {}).get(name)
+    return None if value is None else float(value)
 
 
 def _figure(value: float | None) -> Figure | None:
