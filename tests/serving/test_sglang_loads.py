@@ -169,6 +169,7 @@ def test_a_missing_shard_loads_without_a_word_and_the_proof_names_it(loaded: dic
 
 
 def test_a_shared_expert_fused_into_an_int4_slot_is_caught(loaded: dict[str, Loaded]) -> None:
+    """LD-02: fused by force here, as SGLang does by itself for some families on GPUs."""
     of = loaded["fused"]
     assert of.error is None, "SGLang has no objection"
     problems = of.proof().problems
