@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moepress.serving.validation.figures import Figure
     from moepress.serving.validation.result import Validation
     from moepress.serving.validation.sides import Host
-    from moepress.serving.validation.speed import Rates, Workload
+    from moepress.serving.validation.speed import Rates
 
 _MARKS = {"passed": "[green]✓[/green]", "failed": "[red]✗[/red]", "not judged": "[yellow]–[/yellow]"}
 
@@ -79,12 +79,9 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Boot SGLang on OUT: does it load whole, fit, answer as its weights mean, and decode faster than SRC? Exit 1 if not."""
-    from dataclasses import replace
-
     from moepress.serving.launch import ServeOptions
     from moepress.serving.validation.run import QUESTIONS, Request
     from moepress.serving.validation.run import validate as run_validation
-    from moepress.serving.validation.sanity import SMOKE_LENGTH, Length
 
     if kv_dtype not in ("auto", "bf16", "fp8"):
         raise PlanRefused(f"{kv_dtype!r} is none of auto, bf16, fp8", where="--kv-dtype")
@@ -112,8 +109,9 @@ def validate(
         baseline_url=baseline_url,
         together=cpu_lab if together is None else together,
         asked=asked,
-        workload=_workload(concurrency, rounds, smoke=cpu_lab),
-        length=replace(SMOKE_LENGTH if cpu_lab else Length(), answers=tokens),
+        concurrencies=_concurrencies(concurrency),
+        rounds=rounds,
+        tokens=tokens,
         prompts=prompts,
         timeout_s=boot_timeout,
     )
@@ -315,18 +313,14 @@ def _work(out: Path, work: Path | None, ours: bool) -> Path:
     return folder.resolve()
 
 
-def _workload(concurrency: str, rounds: int, *, smoke: bool) -> Workload:
-    from dataclasses import replace
-
-    from moepress.serving.validation.speed import SMOKE, Workload
-
+def _concurrencies(text: str) -> tuple[int, ...]:
     try:
-        numbers = tuple(int(part) for part in concurrency.split(","))
+        numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise PlanRefused(f"{concurrency!r} is not a list of numbers such as 1,8,32,64", where="--concurrency")
-    return replace(SMOKE if smoke else Workload(), concurrencies=numbers, rounds=rounds)
+        raise PlanRefused(f"{text!r} is not a list of numbers such as 1,8,32,64", where="--concurrency")
+    return numbers
 
 
 def _words(text: str, known: tuple[str, ...], where: str) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ from moepress.convert.run import convert
 from moepress.recipe import load_recipe
 from moepress.results import read_results
 from moepress.serving import keeper
+from moepress.serving.launch import sglang_launch
+from moepress.serving.sglang import free_port, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracle]
 
@@ -203,21 +205,40 @@ def test_a_server_that_cannot_start_for_another_reason_is_an_error(sglang_python
     assert json.loads(run.stdout)["cause"] == "launch argument not accepted"
 
 
-def test_killed_at_any_moment_it_leaves_no_process(sglang_python: Path, pressed: Path) -> None:
-    """SIGKILL to validate itself, while the benchmark client talks to the server: both have to go."""
+def test_a_server_that_is_up_already(sglang_python: Path, pressed: Path, tmp_path: Path) -> None:
+    """What it loaded cannot be proven, which is not the same as proven."""
+    launch = sglang_launch(sglang_python, pressed, port=free_port(), cpu_lab=True)
+    with start(launch, log=tmp_path / "server.log", timeout_s=800) as server:
+        run = validate(sglang_python, pressed, "--url", server.url, "--only", "loads,memory", "--json")
+        assert server.running
+    assert run.returncode == 0, run.stderr + run.stdout
+    found = json.loads(run.stdout)
+    assert gates(found)["loads"] == "not judged"
+    assert found["environment"]["how"] == "url"
+    assert found["memory"]["candidate"]["kv_tokens"]["value"] == 20000
+    assert found["memory"]["kv_dtype"] is None, "the interface says what was asked for; there is no log here"
+    strict = validate(sglang_python, pressed, "--url", server.url, "--only", "loads", "--strict")
+    assert strict.returncode == 2, "it is down now"
+
+
+@pytest.mark.parametrize("moment", ["loading", "benchmark"])
+def test_killed_at_any_moment_it_leaves_no_process(moment: str, sglang_python: Path, pressed: Path) -> None:
+    """SIGKILL to validate itself: server, benchmark client and their keepers have to go."""
+    work = pressed / ".moepress" / "validate"
+    shutil.rmtree(work, ignore_errors=True)
+    log, line, program = {
+        "loading": (work / "candidate-1.log", "server_args=", b"sglang.launch_server"),
+        "benchmark": (work / "bench-candidate-1.log", "$ python -m sglang.bench_serving", b"bench_client.py"),
+    }[moment]
     command = [*VALIDATE, str(pressed), "--cpu-lab", "--only", "speed", "--concurrency", "8", "--rounds", "50"]
-    benchmark = pressed / ".moepress" / "validate" / "bench-candidate-1.log"
-    benchmark.unlink(missing_ok=True)
     process = subprocess.Popen(command, env=within(sglang_python), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 400
-    while not (benchmark.exists() and "$ python -m sglang.bench_serving" in benchmark.read_text()):
+    while not (log.exists() and line in log.read_text()):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.2)
     pids = keeper.descendants(process.pid)
-    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
-    assert any(b"sglang.launch_server" in command for command in commands)
-    assert any(b"bench_client.py" in command for command in commands)
+    assert any(program in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:

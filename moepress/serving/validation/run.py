@@ -37,7 +37,7 @@ from moepress.serving.validation.loops import LongAnswers
 from moepress.serving.validation.machine import packages, this_machine
 from moepress.serving.validation.prompts import Prompt, load_prompts
 from moepress.serving.validation.result import Validation
-from moepress.serving.validation.sanity import Asked, Length, Sanity, ask, judge_answers, long_answers
+from moepress.serving.validation.sanity import SMOKE_LENGTH, Asked, Length, Sanity, ask, judge_answers, long_answers
 from moepress.serving.validation.sides import Host, Name, Side, Stage
 from moepress.serving.validation.speed import SMOKE, Speed, SpeedRun, Workload, visits
 
@@ -78,7 +78,8 @@ class Request:
         fp8_kv: the KV cache is to be FP8: the contract's flags for it.
         together: both servers at once.
         asked: of `QUESTIONS`.
-        workload: None = what fits the machine.
+        concurrencies, rounds: of the speed measurement; the rest of its workload fits the machine and the model.
+        tokens: greedy tokens of each prompt.
         prompts: file; None = shipped.
     """
 
@@ -96,8 +97,9 @@ class Request:
     baseline_url: str | None = None
     together: bool = False
     asked: tuple[str, ...] = QUESTIONS
-    workload: Workload | None = None
-    length: Length = field(default_factory=Length)
+    concurrencies: tuple[int, ...] = (1, 8, 32, 64)
+    rounds: int = 2
+    tokens: int = 16
     prompts: Path | None = None
     timeout_s: float = 3600.0
 
@@ -175,7 +177,7 @@ class _Run:
             prompts = self._prompts() if "sanity" in request.asked else []
             if prompts:
                 self.watcher.tell(f"asking {len(prompts)} prompts, twice, and for long answers")
-                self.asked = ask(client, prompts, request.length)
+                self.asked = ask(client, prompts, self._length)
             self._visit(stage, prompts)
         self.loads = after_boot(self._before(), self.candidate, self.side, self.inert)
 
@@ -212,7 +214,7 @@ class _Run:
         if "baseline" not in self.memory:
             self._remember_memory(stage, "baseline", self.source)
             if prompts:
-                self.long_baseline = long_answers(client, prompts, self.request.length)
+                self.long_baseline = long_answers(client, prompts, self._length)
         return True
 
     def _remember_memory(self, stage: Stage, name: Name, checkpoint: Checkpoint) -> None:
@@ -224,8 +226,9 @@ class _Run:
         if self.request.host is None:
             self.remarks.append("speed: no Python with SGLang here to run bench_serving with")
             return None
-        workload = self.request.workload or (SMOKE if self._smoke else Workload())
-        workload = workload.fitted(self.side.context)
+        base = SMOKE if self._smoke else Workload()
+        asked = replace(base, concurrencies=self.request.concurrencies, rounds=self.request.rounds)
+        workload = asked.fitted(self.side.context)
         texts = [document.text or "" for document in default_documents()]
         return SpeedRun(self.request.host, workload, work=self.request.work, texts=texts), workload
 
@@ -236,7 +239,7 @@ class _Run:
         return load_prompts(
             request.out,
             request.prompts,
-            longest=None if context is None else max(1, context - request.length.answers - 8),
+            longest=None if context is None else max(1, context - request.tokens - 8),
             vocabulary=vocabulary,
             trust_remote_code=request.options.trust_remote_code,
         )
@@ -259,6 +262,10 @@ class _Run:
         problem = Problem("checkpoint that the server refuses", (str(self.request.out),), death.what)
         self.loads = replace(self._before(), not_proven="the server died", log=(problem,))
         self.stopped = "the server does not load the candidate"
+
+    @property
+    def _length(self) -> Length:
+        return replace(SMOKE_LENGTH if self._smoke else Length(), answers=self.request.tokens)
 
     @property
     def _smoke(self) -> bool:
