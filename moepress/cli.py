@@ -16,6 +16,7 @@ import typer
 from moepress import __version__
 from moepress.commands import (
     card,
+    cluster,
     convert,
     evaluate,
     fidelity,
@@ -56,6 +57,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(recipes.app, name="recipes")
+app.add_typer(cluster.app, name="cluster")
 
 
 @app.callback(invoke_without_command=True)

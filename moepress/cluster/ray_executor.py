@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ RETRIES = 4
 """How often Ray starts a worker again, and asks a question again, before the run ends."""
 
 
-QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 """Ray's own lines would break the progress line; what a worker did is in its log, and what failed becomes an error of ours."""
 
 
@@ -60,6 +61,7 @@ class Workers:
         threads: processors of each worker.
         gpus: GPUs of each worker; 0 computes on processors.
         gather: folder on each worker's own disk, for outputs that workers do not see; None when they do.
+        wait: seconds to wait for a cluster whose machines are still joining.
         object_store_bytes: shared memory of a Ray started here; None leaves it to Ray.
     """
 
@@ -68,6 +70,7 @@ class Workers:
     threads: int = 1
     gpus: int = 0
     gather: Path | None = None
+    wait: float = 0.0
     object_store_bytes: int | None = None
 
 
@@ -226,16 +229,16 @@ def _start_workers(wish: Workers, start: WorkerStart) -> list[Any]:
     Raises:
         PlanRefused: it has not.
     """
-    have = ray.cluster_resources()
-    for resource, each in (("CPU", wish.threads), ("GPU", wish.gpus)):
+    needed = {"CPU": wish.threads, "GPU": wish.gpus}
+    have = _resources(needed, wish)
+    for resource, each in needed.items():
         if each * wish.count > have.get(resource, 0):
             raise PlanRefused(
                 f"{wish.count} workers of {each} {resource} need {each * wish.count}; the cluster has {have.get(resource, 0):g}",
                 where="--workers",
                 hint="ask for fewer workers, or add machines to the cluster",
             )
-    given = ray.put(start)
-    actor = ray.remote(Worker).options(
+    actor = ray.remote(_RayWorker).options(
         num_cpus=wish.threads,
         num_gpus=wish.gpus,
         max_restarts=RETRIES,
@@ -243,7 +246,26 @@ def _start_workers(wish: Workers, start: WorkerStart) -> list[Any]:
         runtime_env={"env_vars": _environment(wish.threads)},
         scheduling_strategy="SPREAD",
     )
+    given = [ray.put(start)]
     return [actor.remote(number, given) for number in range(wish.count)]
+
+
+def _resources(needed: dict[str, int], wish: Workers) -> dict[str, float]:
+    """What the cluster has, once that is enough or the time to wait for it is over."""
+    until = time.monotonic() + wish.wait
+    while True:
+        have: dict[str, float] = ray.cluster_resources()
+        enough = all(each * wish.count <= have.get(resource, 0) for resource, each in needed.items())
+        if enough or time.monotonic() > until:
+            return have
+        time.sleep(1)
+
+
+class _RayWorker(Worker):
+    """A worker that fetches what it is given, also when Ray starts it again: the run holds it as long as it lives."""
+
+    def __init__(self, number: int, given: list[Any]) -> None:
+        super().__init__(number, ray.get(given[0]))
 
 
 def _environment(threads: int) -> dict[str, str]:

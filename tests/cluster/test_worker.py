@@ -1,0 +1,77 @@
+"""A worker without Ray: what it says about where it lives, and that its answers depend on the question alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from moepress.cluster.messages import receive, receive_dense, send
+from moepress.cluster.ray_executor import _several_each
+from moepress.cluster.worker import Worker, WorkerStart, probe_file
+from moepress.convert.plan import make_plan
+from moepress.formats.checkpoint import open_checkpoint
+from tests.pressing import recipe_for
+from tests.tiny_checkpoints import build
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> WorkerStart:
+    source = build("kimi", tmp_path / "src")
+    checkpoint = open_checkpoint(source.folder)
+    out = tmp_path / "out"
+    out.mkdir()
+    return WorkerStart(checkpoint, make_plan(checkpoint, recipe_for("kimi")), out, threads=1)
+
+
+def test_a_worker_that_does_not_see_the_output_says_so(start: WorkerStart) -> None:
+    worker = Worker(0, start)
+    assert "does not see the output folder" in worker.place("a word").problem
+    probe_file(start.out).parent.mkdir()
+    probe_file(start.out).write_text("a word")
+    assert worker.place("a word").problem == ""
+    assert "does not see the output folder" in worker.place("another run's word").problem
+    assert worker.place(None).problem == ""
+
+
+def test_a_worker_that_does_not_see_the_source_says_so(start: WorkerStart, tmp_path: Path) -> None:
+    gone = dataclasses.replace(start.checkpoint, folder=tmp_path / "elsewhere", location=str(tmp_path / "elsewhere"))
+    worker = Worker(0, dataclasses.replace(start, checkpoint=gone))
+    assert "does not see the source" in worker.place(None).problem
+
+
+def test_batches_may_be_asked_in_any_order(start: WorkerStart) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 8, start.checkpoint.config["hidden_size"], generator=generator)
+    real = torch.ones(2, 8, dtype=torch.bool)
+    first, second = Worker(0, start), Worker(1, start)
+    batches = [(send(hidden[i : i + 2]), send(real), None) for i in (0, 2)]
+    forwards = [first.dense(1, batch) for batch in batches]
+    second.dense(2, batches[0])
+    backwards = [second.dense(1, batch) for batch in reversed(batches)][::-1]
+    for one, other in zip(forwards, backwards, strict=True):
+        a, b = receive_dense(one), receive_dense(other)
+        assert torch.equal(a.hidden, b.hidden)
+        assert a.routed is not None
+        assert b.routed is not None
+        assert all(torch.equal(p, q) for p, q in zip(a.routed, b.routed, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.bool, torch.int64])
+def test_tensors_travel_bit_for_bit(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(3, 5, 2) * 9).to(dtype)
+    sent = send(tensor.transpose(0, 1))
+    sent.bits.setflags(write=False)
+    back = receive(sent)
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor.transpose(0, 1))
+    back.zero_()  # owned: shared memory would end the process here
+
+
+def test_blocks_are_cut_so_that_every_worker_has_several() -> None:
+    blocks = _several_each([range(0, 40), range(40, 64)], 4)
+    assert [e for block in blocks for e in block] == list(range(64))
+    assert len(blocks) >= 2 * 4
+    assert all(block.stop <= 40 or block.start >= 40 for block in blocks)
