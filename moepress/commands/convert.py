@@ -20,7 +20,15 @@ from moepress.commands.options import (
     recipe_words,
 )
 from moepress.commands.progress import ConvertProgress
-from moepress.commands.workers import Gather, RayAddress, WorkerCount, WorkerGpus, WorkerThreads, place_of_work
+from moepress.commands.workers import (
+    Gather,
+    RayAddress,
+    WaitForWorkers,
+    WorkerCount,
+    WorkerGpus,
+    WorkerThreads,
+    place_of_work,
+)
 from moepress.errors import HubError
 
 if TYPE_CHECKING:
@@ -40,6 +48,7 @@ def convert(
     worker_threads: WorkerThreads = 1,
     worker_gpus: WorkerGpus = 0,
     gather: Gather = None,
+    wait_for_workers: WaitForWorkers = 0,
     stream: Stream = False,
     delete_source: DeleteSource = False,
     source_dir: SourceFolder = None,
@@ -51,7 +60,7 @@ def convert(
     from moepress.recipe import load_recipe
 
     loaded: Recipe = load_recipe(recipe, overrides or ())
-    place = place_of_work(workers, ray_address, worker_threads, worker_gpus, gather)
+    place = place_of_work(workers, ray_address, worker_threads, worker_gpus, gather, wait_for_workers)
     command = f"moepress convert {source} {out} --recipe {recipe_words(recipe, overrides)}"
     command += " --stream" * stream + " --delete-source" * delete_source
     command += f" --source-dir {source_dir}" if source_dir else ""

@@ -36,7 +36,15 @@ Gather = Annotated[
 ]
 
 
-def place_of_work(count: int | None, address: str | None, threads: int, gpus: int, gather: Path | None) -> Place | None:
+WaitForWorkers = Annotated[
+    float,
+    typer.Option("--wait-for-workers", min=0, metavar="SECONDS", help="While machines are still joining the cluster."),
+]
+
+
+def place_of_work(
+    count: int | None, address: str | None, threads: int, gpus: int, gather: Path | None, wait: float
+) -> Place | None:
     """Where the options put the work; None = this process.
 
     Raises:
@@ -53,4 +61,4 @@ def place_of_work(count: int | None, address: str | None, threads: int, gpus: in
         )
     from moepress.cluster.ray_executor import Workers, ray_workers
 
-    return partial(ray_workers, Workers(count, address, threads, gpus, gather))
+    return partial(ray_workers, Workers(count, address, threads, gpus, gather, wait))
