@@ -26,6 +26,7 @@ from moepress.commands import (
     pull,
     recipes,
     report,
+    run,
     serve,
     validate,
     verify,
@@ -54,6 +55,7 @@ for command in (
     report.report,
     card.card,
     publish.publish,
+    run.run,
 ):
     app.command()(command)
 app.add_typer(recipes.app, name="recipes")
