@@ -16,13 +16,12 @@ the comparisons, which are then not judged.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moepress.calibration.text import default_documents
-from moepress.errors import MoepressError, PlanRefused, ServerDied, ServingError
+from moepress.errors import CheckpointError, MoepressError, PlanRefused, ServerDied, ServingError
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import identify_family, text_config
 from moepress.formats.runtime_contract import Contract, contract_for
@@ -31,6 +30,7 @@ from moepress.serving.death import Cause
 from moepress.serving.launch import ServeOptions
 from moepress.serving.load_proof import Problem
 from moepress.serving.validation import gates as judging
+from moepress.serving.validation.bench_tokenizer import tokenizer_copy
 from moepress.serving.validation.headroom import Headroom, SideMemory, measure_memory
 from moepress.serving.validation.loads import Loads, after_boot, before_boot
 from moepress.serving.validation.loops import LongAnswers
@@ -132,6 +132,8 @@ class _Run:
         self.remarks: list[str] = []
         self.loads: Loads | None = None
         self.memory: dict[Name, SideMemory] = {}
+        self.baseline_is_lost = False
+        self.prompts: list[Prompt] = []
         self.asked: Asked | None = None
         self.long_baseline: LongAnswers | None = None
         self.speed: Speed | None = None
@@ -174,14 +176,14 @@ class _Run:
                 return
             _check_version(self.side, request.version)
             self._remember_memory(stage, "candidate", self.candidate)
-            prompts = self._prompts() if "sanity" in request.asked else []
-            if prompts:
-                self.watcher.tell(f"asking {len(prompts)} prompts, twice, and for long answers")
-                self.asked = ask(client, prompts, self._length)
-            self._visit(stage, prompts)
+            if "sanity" in request.asked:
+                self.prompts = self._load_prompts()
+                self.watcher.tell(f"asking {len(self.prompts)} prompts, twice, and for long answers")
+                self.asked = ask(client, self.prompts, self._length)
+            self._visit(stage)
         self.loads = after_boot(self._before(), self.candidate, self.side, self.inert)
 
-    def _visit(self, stage: Stage, prompts: Sequence[Prompt]) -> None:
+    def _visit(self, stage: Stage) -> None:
         """Speed in turn, and whatever the baseline is asked besides."""
         run = self._speed_run() if "speed" in self.request.asked else None
         names: list[Name] = ["candidate"]
@@ -189,7 +191,7 @@ class _Run:
             names.append("baseline")
         rounds = run[1].rounds if run is not None else 1
         for name in visits(names, rounds):
-            if name == "baseline" and not self._baseline_is_up(stage, prompts):
+            if name == "baseline" and not self._baseline_is_up(stage):
                 continue
             if run is not None:
                 self.watcher.tell(f"measuring the {name}'s speed")
@@ -202,19 +204,20 @@ class _Run:
         loops = self.asked is not None and self.asked.long.looping > 0
         return loops or not {"speed", "memory"}.isdisjoint(self.request.asked)
 
-    def _baseline_is_up(self, stage: Stage, prompts: Sequence[Prompt]) -> bool:
+    def _baseline_is_up(self, stage: Stage) -> bool:
         """Boots it if need be; on the first visit also memory and long answers. False: it does not come up."""
-        if any(remark.startswith("no baseline") for remark in self.remarks) or self.source is None:
+        if self.baseline_is_lost or self.source is None:
             return False
         try:
             client = stage.client("baseline")
         except ServingError as error:
+            self.baseline_is_lost = True
             self.remarks.append(f"no baseline to compare with: {error.what}")
             return False
         if "baseline" not in self.memory:
             self._remember_memory(stage, "baseline", self.source)
-            if prompts:
-                self.long_baseline = long_answers(client, prompts, self._length)
+            if self.prompts:
+                self.long_baseline = long_answers(client, self.prompts, self._length)
         return True
 
     def _remember_memory(self, stage: Stage, name: Name, checkpoint: Checkpoint) -> None:
@@ -223,16 +226,24 @@ class _Run:
         self.memory[name] = measure_memory(side, stage.client(name), checkpoint, here)
 
     def _speed_run(self) -> tuple[SpeedRun, Workload] | None:
-        if self.request.host is None:
+        request = self.request
+        if request.host is None:
             self.remarks.append("speed: no Python with SGLang here to run bench_serving with")
             return None
         base = SMOKE if self._smoke else Workload()
-        asked = replace(base, concurrencies=self.request.concurrencies, rounds=self.request.rounds)
+        asked = replace(base, concurrencies=request.concurrencies, rounds=request.rounds)
         workload = asked.fitted(self.side.context)
+        try:
+            tokenizer = tokenizer_copy(
+                request.out, request.work / "tokenizer", trust_remote_code=request.options.trust_remote_code
+            )
+        except CheckpointError as error:
+            self.remarks.append(f"speed: {error.what} ({error.hint})")
+            return None
         texts = [document.text or "" for document in default_documents()]
-        return SpeedRun(self.request.host, workload, work=self.request.work, texts=texts), workload
+        return SpeedRun(request.host, workload, tokenizer=tokenizer, work=request.work, texts=texts), workload
 
-    def _prompts(self) -> list[Prompt]:
+    def _load_prompts(self) -> list[Prompt]:
         request, config = self.request, self.candidate.config
         vocabulary = int(text_config(identify_family(config), config)["vocab_size"])
         context = self.side.context
@@ -250,7 +261,7 @@ class _Run:
         self.watcher.tell("the reference: transformers' layers on the same weights")
         self.sanity = judge_answers(
             self.asked,
-            self._prompts(),
+            self.prompts,
             self.candidate,
             self.source,
             long_baseline=self.long_baseline,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Workload:
         prefill_tokens: of a prefill request.
         waves: requests of a run = waves × concurrency, at least `least`.
         rounds: times that every run is repeated on each side.
+        warm: send as many requests as run at once before measuring: kernels are compiled for a batch size when it is met.
     """
 
     concurrencies: tuple[int, ...] = (1, 8, 32, 64)
@@ -53,6 +54,7 @@ class Workload:
     waves: int = 2
     least: int = 4
     rounds: int = 2
+    warm: bool = True
 
     def fitted(self, context: int | None) -> Workload:
         """Shorter where the model's context is; `context`: tokens, None = unknown."""
@@ -62,18 +64,11 @@ class Workload:
             return self
         room = context - 8
         output = min(self.output_tokens, room // 4)
-        return Workload(
-            self.concurrencies,
-            min(self.prompt_tokens, room - output),
-            output,
-            min(self.prefill_tokens, room),
-            self.waves,
-            self.least,
-            self.rounds,
-        )
+        prompt, prefill = min(self.prompt_tokens, room - output), min(self.prefill_tokens, room)
+        return replace(self, prompt_tokens=prompt, output_tokens=output, prefill_tokens=prefill)
 
 
-SMOKE = Workload(prompt_tokens=32, output_tokens=8, prefill_tokens=64, waves=1, least=2)
+SMOKE = Workload(prompt_tokens=32, output_tokens=8, prefill_tokens=64, waves=1, least=2, warm=False)
 """Without a GPU: shows that measuring works."""
 
 
@@ -171,12 +166,14 @@ class SpeedRun:
 
     Args:
         host: whose Python runs the client.
+        tokenizer: folder, see `bench_tokenizer`; the candidate's, for both sides get the same tokens.
         work: folder for the texts, jobs and logs.
         texts: to cut prompts from.
     """
 
-    def __init__(self, host: Host, workload: Workload, *, work: Path, texts: Sequence[str]) -> None:
+    def __init__(self, host: Host, workload: Workload, *, tokenizer: Path, work: Path, texts: Sequence[str]) -> None:
         self._host = host
+        self._tokenizer = tokenizer
         self._workload = workload
         self._work = work
         self._seen: list[Name] = []
@@ -203,7 +200,7 @@ class SpeedRun:
             requests = max(load.least, load.waves * concurrency)
             jobs.append(self._job(url, found, load.prompt_tokens, load.output_tokens, requests, concurrency))
         jobs.append(self._job(url, found, load.prefill_tokens, 1, load.least, 1))
-        self._run(jobs, self._work / f"bench-{name}-{number}.log", model=stage.sides[name].model)
+        self._run(jobs, self._work / f"bench-{name}-{number}.log")
         answers = [json.loads(line) for line in found.read_text().splitlines()]
         for answer in answers:
             errors = [error for error in answer["errors"] if error]
@@ -234,14 +231,22 @@ class SpeedRun:
     def _job(self, url: str, found: Path, prompt: int, output: int, requests: int, concurrency: int) -> list[str]:
         return [
             *("--backend", "sglang", "--base-url", url),
+            *("--model", str(self._tokenizer), "--tokenizer", str(self._tokenizer)),
             *("--dataset-name", "random", "--dataset-path", str(self._texts), "--tokenize-prompt"),
             *("--random-input-len", str(prompt), "--random-output-len", str(output), "--random-range-ratio", "1"),
             *("--num-prompts", str(requests), "--max-concurrency", str(concurrency)),
-            *("--warmup-requests", "1", "--flush-cache", "--seed", "1", "--disable-tqdm"),
+            *(
+                "--warmup-requests",
+                str(concurrency if self._workload.warm else 1),
+                "--flush-cache",
+                "--seed",
+                "1",
+                "--disable-tqdm",
+            ),
             *("--output-file", str(found), "--output-details"),
         ]
 
-    def _run(self, jobs: list[list[str]], log: Path, *, model: Path) -> None:
+    def _run(self, jobs: list[list[str]], log: Path) -> None:
         listed = log.with_suffix(".json")
         listed.write_text(json.dumps(jobs))
         client = self._work / "bench_client.py"
@@ -250,7 +255,7 @@ class SpeedRun:
         launch = Launch(
             (self._host.python, str(client), str(listed)), url="", variables={"HF_HUB_OFFLINE": "1", **variables}
         )
-        placed = self._host.place(launch, folders=[model.resolve()], work=self._work)
+        placed = self._host.place(launch, folders=[], work=self._work)
         with log.open("wb") as out:
             process = keeper.start_kept(placed.command, variables={**our_environment(), **placed.variables}, out=out)
         _wait(process, log)
