@@ -100,7 +100,11 @@ def aftermath(page_size: int, kind: str, each: int, seed: int) -> dict:
         for _ in range(world.random.randrange(20, 120)):
             world.step()
         victim = next(
-            (req for req in world.live if faults.KINDS[kind](world.watch, req, [o for o in world.live if o is not req])),
+            (
+                req
+                for req in world.live
+                if faults.KINDS[kind](world.watch, req, [o for o in world.live if o is not req])
+            ),
             None,
         )
         if victim is None:

@@ -85,7 +85,7 @@ def what_an_ended_request_looks_like() -> dict:
         "visible_is_what_was_before": list(bad.output_ids_through_stop) == sent,
         "appended": len(bad.output_ids) - len(sent),
         "good_goes_on": not good.finished() and world.check([good]) == [False],
-        "lost": world.leaked() - 3 * PAGE,  # what the good one holds
+        "lost": world.leaked() - PAGE,  # the good one has a page of its own beside the prompt's two
         "status": world.watch.counters.status(world.watch.suspect),
     }
 
@@ -137,11 +137,16 @@ def what_is_refused() -> dict:
         "covered": refused(),
         "everything": refused(
             token_to_kv_pool_allocator=of("UnifiedSWATokenToKVPoolAllocator"),
-            req_to_token_pool=of("HybridReqToTokenPool"), tree_cache=of("LMCacheUnifiedRadixCache"), device="npu",
-            disaggregation_mode=SimpleNamespace(value="decode"), spec_algorithm=SimpleNamespace(is_none=lambda: False),
-            enable_pdmux=True, dllm_config=object(), is_generation=False,
+            req_to_token_pool=of("HybridReqToTokenPool"),
+            tree_cache=of("LMCacheUnifiedRadixCache"),
+            device="npu",
+            disaggregation_mode=SimpleNamespace(value="decode"),
+            spec_algorithm=SimpleNamespace(is_none=lambda: False),
+            enable_pdmux=True,
+            dllm_config=object(),
+            is_generation=False,
             model_config=SimpleNamespace(is_encoder_decoder=True),
-        ),  # fmt: skip
+        ),
         "hisparse": refused(token_to_kv_pool_allocator=of("HiSparseTokenToKVPoolAllocator")),
         "page_interleave": refused(token_to_kv_pool_allocator=of("PageInterleavePoolAllocator")),
         "unheard_of": refused(token_to_kv_pool_allocator=of("TomorrowsAllocator")),

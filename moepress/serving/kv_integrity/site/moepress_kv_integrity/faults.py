@@ -7,6 +7,7 @@ nothing to tags or records beyond what the hooks see. It returns False where the
 On a server they are armed by file, and only where MOEPRESS_KV_INTEGRITY_FAULTS names a folder:
 
     FOLDER/fault.json      {"kind": "wrong_mapping", "rid": "...", "after": 5}     made once `rid` has 5 output tokens
+                           {..., "prefilled": 64}          or at the chunk of its prompt that begins at 64 tokens or later
     FOLDER/injected.json   {"kind": ..., "rid": ..., "made": true}                 written when it was
 """
 
@@ -96,14 +97,16 @@ def missing_lock(watch, req, others) -> bool:
 
     if not req.kv.cache_protected_len or req.lock is None:
         return False
-    first = int(watch.pool.req_to_token[req.kv.req_pool_idx, 0]) // watch.page_size
     held = _all_pages(watch, req)[: req.kv.cache_protected_len // watch.page_size]
     before = watch.tags.generation[held].clone()
     watch.tree.unlock(req.lock)
-    req.lock = None
     watch.tree.evict(EvictParams(num_tokens=watch.allocator.size))
-    # Pages that another request locks too stay; the fault was made if any went.
-    return first > 0 and bool((watch.tags.generation[held] != before).any())
+    if bool((watch.tags.generation[held] != before).any()):
+        req.lock = None
+        return True
+    # Another request's lock kept all of them.
+    req.lock = watch.tree.lock(req.last_node)
+    return False
 
 
 def stale_tree(watch, req, others) -> bool:
@@ -138,19 +141,26 @@ class Armed:
 
     def before_batch(self, batch) -> None:
         asked = self.folder / "fault.json"
-        if not batch.forward_mode.is_decode() or not asked.exists():
+        if not asked.exists():
             return
         fault = json.loads(asked.read_text())
-        others = [req for req in batch.reqs if req.rid != fault["rid"] and not req.finished()]
         for req in batch.reqs:
-            if req.rid == fault["rid"] and not req.finished() and len(req.output_ids) >= fault["after"]:
+            if req.rid == fault["rid"] and not req.finished() and _is_due(fault, batch, req):
                 asked.unlink()
+                others = [other for other in batch.reqs if other is not req and not other.finished()]
                 made = KINDS[fault["kind"]](self.watch, req, others)
                 log.warning("moepress KV integrity: fault %s made in %s: %s", fault["kind"], req.rid, made)
-                report = {**fault, "made": made, "output_ids": len(req.output_ids)}
+                report = {**fault, "made": made, "output_ids": len(req.output_ids), "prefix": req.prefix_len}
                 draft = self.folder / "injected.tmp"
                 draft.write_text(json.dumps(report))
                 draft.rename(self.folder / "injected.json")
+                return
+
+
+def _is_due(fault: dict, batch, req) -> bool:
+    if "prefilled" in fault:
+        return batch.forward_mode.is_extend() and req.prefix_len >= fault["prefilled"]
+    return batch.forward_mode.is_decode() and len(req.output_ids) >= fault["after"]
 
 
 def armed(watch) -> Armed | None:

@@ -15,6 +15,7 @@ check sees the tags as they are for this batch.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +51,11 @@ def forward(original, self, forward_batch, *args, **kwargs):
     watch = watch_of(self)
     if watch is None or self.is_draft_worker or forward_batch.forward_mode.is_idle() or not forward_batch.batch_size:
         return original(self, forward_batch, *args, **kwargs)
+    began = time.perf_counter()
     wrong = check(watch, forward_batch)
     if watch.acts:
         quarantine(watch, forward_batch, wrong)
+    watch.counters.check_seconds += time.perf_counter() - began
     return original(self, forward_batch, *args, **kwargs)
 
 

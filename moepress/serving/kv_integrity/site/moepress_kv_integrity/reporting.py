@@ -29,6 +29,7 @@ class Counters:
         aborted: requests ended with KVIntegrityError.
         withheld_pages: entries kept out of the free list.
         rebuilds: flushes after a violation.
+        check_seconds: time the scheduler's thread spent on checking (on a GPU: launching the checks).
     """
 
     mode: str
@@ -40,6 +41,7 @@ class Counters:
     aborted: int = 0
     withheld_pages: int = 0
     rebuilds: int = 0
+    check_seconds: float = 0.0
 
     def status(self, suspect: bool) -> dict:
         """As /server_info shows it."""
