@@ -27,36 +27,42 @@ The result, as ``--json`` prints it and ``OUT/.moepress/results/validate.json`` 
       "loads": LOADS | null, "memory": MEMORY | null, "speed": SPEED | null, "sanity": SANITY | null,
       "gates": [{"gate": "loads", "verdict": "passed" | "failed" | "not judged", "reason": "…",
                  "numbers": {"KL": FIGURE, "bound": FIGURE, …}}],
+      "remarks": ["…"],                                what a reader should know beside the gates
       "next": "moepress …"                             the command to run now
     }
 
     SERVER  {"model": "DIR", "url", "command": "… as it can be pasted …" | null, "version": "0.5.23",
              "boot_seconds": [41.0, …], "load_seconds": FIGURE | null, "model_class", "quantization",
-             "kv_dtype": "bfloat16" | "float8_e4m3fn" | null (from the log; null where there is none), "flags": {…resolved}}
+             "kv_dtype": "bfloat16" | "float8_e4m3fn" | null (from the log; null where there is none), "logs": [file],
+             "flags": {…resolved}}
     LOADS   {"before": {"tensors": 1234, "problems": ["3 × tensor that …: a, b, c"]},
              "after": {"tensors", "used", "parameters", "excused": {"reason": 12}, "problems": [str], "log": [str]} | null,
-             "unchanged": true | null}                 a second boot held the same parameters (weights_checker)
+             "not_proven": "why there is no after" | null,
+             "unchanged": true | false | null}         a second boot held the same parameters (weights_checker)
     MEMORY  {"kv_dtype", "tensor_parallel": 8,
              "candidate": SIDE, "baseline": SIDE | null,
              "rows": [{"component": "routed experts", "candidate": FIGURE, "baseline": FIGURE | null,
-                       "predicted": FIGURE}],          parameters by component; predicted is plan's for the candidate
+                       "predicted": FIGURE}],          parameters by component (`formats.families.Component`, and the
+                                                       server's own); predicted is plan's for the candidate
              "explained": ["server's own beside the parameters: 0.31 GiB (…)", …]}
-    SIDE    {"weights": FIGURE, "kv_pool": FIGURE, "free": FIGURE, "kv_tokens": FIGURE, "kv_bytes_per_token": FIGURE,
+    SIDE    {"weights", "parameters", "kv_pool", "free", "kv_tokens", "kv_bytes_per_token": FIGURE | null, "kv_dtype",
              "predicted": {"weights": FIGURE, "kv_tokens": FIGURE | null, "kv_bytes_per_token": FIGURE}}
     SPEED   {"workload": {"prompt_tokens", "output_tokens", "prefill_tokens", "rounds", "order": ["candidate", …]},
              "decode": [{"concurrency": 1, "candidate": RATES, "baseline": RATES | null,
                          "ratio": FIGURE | null, "verdict": "faster" | "slower" | "no difference" | null}],
-             "prefill": {"candidate": {"prefill": FIGURE}, "baseline": … | null, "ratio": FIGURE | null, "verdict"}}
+             "prefill": {"candidate": {"prefill": FIGURE}, "baseline": … | null, "ratio": FIGURE | null, "verdict"},
+             "remarks": [str]}
     RATES   {"decode": FIGURE tok/s of all requests, "per_request": FIGURE tok/s, "output": FIGURE tok/s, prefill included,
              "ttft_p50", "ttft_p95", "inter_token_p50", "inter_token_p95": FIGURE ms}
     SANITY  {"prompts": 16, "tokens": 256,
              "agreement": {"equal": 250, "near_ties": 6, "wrong": 0, "near_tie_nats": 0.25,
                            "worst": {"prompt", "position", "gap_nats", "served", "reference"} | null},
-             "first_tokens": {"equal": 16, "of": 16},
+             "first_tokens": {"equal": 16, "of": 16}, "positions": 900, "top_mass": 0.97 (of the 64 tokens that KL sums over),
              "kl_serving": FIGURE nats/token              reference on the pressed weights ‖ served
              "kl_source": FIGURE nats/token | null        reference on the baseline's weights ‖ served: pressing and serving
              "kl_pressing": FIGURE nats/token | null      reference on the baseline's weights ‖ on the pressed ones
+             "no_reference": "why agreement, first_tokens and kl_… are null" | null,
              "deterministic": true, "differing": [prompt, …],
-             "long": {"prompts", "tokens", "candidate": {"looping": 0, "distinct": FIGURE}, "baseline": … | null},
+             "long": {"candidate": {"answers": 8, "tokens", "looping": 0, "distinct": FIGURE}, "baseline": … | null},
              "samples": [{"prompt": "…", "served": "…"}]}
 """
