@@ -48,6 +48,7 @@ def compare_kv(out: Path, other: str | Path, findings: Findings) -> list[str]:
         raise CheckpointError(f"{out} is {mine.family.title}, {other} is {theirs.family.title}", where=str(other))
     _compare_written(mine, theirs, findings)
     layers: set[int] = set()
+    different: dict[tuple[int, str, str], list[str]] = {}
     for part in sorted({*mine.parts, *theirs.parts}):
         layer, cached, inner = part
         layers.add(layer)
@@ -56,7 +57,9 @@ def compare_kv(out: Path, other: str | Path, findings: Findings) -> list[str]:
             continue
         a, b = mine.decoded(part), theirs.decoded(part)
         if (difference := _difference(a, b)) is not None:
-            findings.problem(f"layer {layer}", f"{cached}: {inner} {difference}")
+            different.setdefault((layer, cached, difference), []).append(inner)
+    for (layer, cached, difference), weights in different.items():
+        findings.problem(f"layer {layer}", f"{cached} {difference} ({', '.join(weights)})")
     return [f"KV scales: the same as in {other}, in {len(layers)} layers"]
 
 
@@ -70,9 +73,9 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
     exponent = round(math.log2(size / other))
     distance = float((a.double() - b.double() * 2.0**exponent).norm()) / size
     if distance > ROUNDING:
-        return f"is another weight: relative difference {distance:.3f}; the two are not of one model"
+        return f"comes from other weights, relative difference {distance:.3f}: the two are not of one model"
     if exponent:
-        return f"is × 2^{exponent} of the other's: a KV scale is folded into one of the two, or into each another one"
+        return f"is cached × 2^{exponent} of what the other caches: a KV scale is folded into one of the two, or into each another one"
     return None
 
 
