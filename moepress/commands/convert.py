@@ -9,6 +9,7 @@ import typer
 
 from moepress.commands.console import duration, next_step, note, size, stderr, stdout, table
 from moepress.commands.hub_source import DeleteSource, SourceFolder, Stream, here_or_arriving
+from moepress.commands.kv_table import show_kv
 from moepress.commands.options import (
     AsJson,
     Overrides,
@@ -132,5 +133,6 @@ def show(result: Conversion, broken: list[str]) -> None:
             stdout.print(f"  {entry['weight']}  relative error {entry['relative_error']:.4f}{db}", soft_wrap=True)
     for name, reason in list(report["fallbacks"].items())[:20]:
         stdout.print(f"[yellow]fallback:[/yellow] {name}: {reason}", soft_wrap=True)
+    show_kv(report["kv_cache"])
     for problem in broken:
         stderr.print(f"[red]limit broken:[/red] {problem}", soft_wrap=True)

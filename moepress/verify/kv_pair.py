@@ -75,7 +75,8 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
     if distance > ROUNDING:
         return f"comes from other weights, relative difference {distance:.3f}: the two are not of one model"
     if exponent:
-        return f"is cached × 2^{exponent} of what the other caches: a KV scale is folded into one of the two, or into each another one"
+        ratio = f"is cached × 2^{exponent} of what the other caches"
+        return f"{ratio}: a KV scale is folded into one of the two, or into each another one"
     return None
 
 

@@ -1,0 +1,49 @@
+"""KV scales for people: per layer what was measured, what was chosen, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moepress.commands.console import stderr, stdout, table
+
+MOST_LAYERS = 16
+"""So many layers are shown whole; of more, those whose scale is not 1.0, and the rest is counted."""
+
+
+def show_kv(kv: Mapping[str, Any]) -> None:
+    """Prints the ``kv_cache`` part of a report."""
+    if kv["emission"] == "none":
+        stdout.print(f"\nKV scales: none ({kv['reason']})", soft_wrap=True)
+        return
+    layers: Mapping[str, Mapping[str, Any]] = kv["layers"]
+    changed = {index: layer for index, layer in layers.items() if layer["emission"] != "none"}
+    shown = dict(layers) if len(layers) <= MOST_LAYERS else dict(list(changed.items())[:MOST_LAYERS])
+    stdout.print(
+        f"\nKV scales: {kv['emission']} in {len(changed)} of {len(layers)} layers ({kv['reason']})", soft_wrap=True
+    )
+    rows = table(
+        "layer", "cached", "emission", right=("amax", "clips at 1.0", "subnormal", "scale", "error at 1.0", "at scale")
+    )
+    for index, layer in shown.items():
+        for place, (cached, scale) in enumerate(layer["scale"].items()):
+            first = place == 0
+            rows.add_row(
+                index if first else "",
+                cached,
+                layer["emission"] if first else "",
+                f"{layer['amax'][cached]:.4g}",
+                f"{layer['clipped_at_one'][cached]:.2%}",
+                f"{layer['below_normal_at_one'][cached]:.2%}",
+                f"{scale:.4g}",
+                f"{layer['attention_error_at_one']:.4f}" if first else "",
+                f"{layer['attention_error']:.4f}" if first else "",
+            )
+    if shown:
+        stdout.print(rows)
+    if len(shown) < len(layers):
+        stdout.print(f"  … and {len(layers) - len(shown)} more layers in moepress_report.json")
+    for cached, why in kv["left"].items():
+        stdout.print(f"  {cached} could not be folded: {why}", soft_wrap=True)
+    for sentence in kv["suspicious"]:
+        stderr.print(f"[yellow]warning:[/yellow] KV scales look wrong: {sentence}", soft_wrap=True)
