@@ -59,6 +59,12 @@ def validate(
     only: Annotated[
         str | None, typer.Option(metavar="WHAT,…", help="Of loads, memory, speed, sanity [default: all].")
     ] = None,
+    kv_integrity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="observe|enforce", help="Also try the KV-page integrity plug-in: active, silent, its cost."
+        ),
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Whose gates [default: OUT's own].")
     ] = None,
@@ -85,6 +91,8 @@ def validate(
 
     if kv_dtype not in ("auto", "bf16", "fp8"):
         raise PlanRefused(f"{kv_dtype!r} is none of auto, bf16, fp8", where="--kv-dtype")
+    if kv_integrity not in (None, "observe", "enforce", "strict"):
+        raise PlanRefused(f"{kv_integrity!r} is none of observe, enforce, strict", where="--kv-integrity")
     bounds, name, ours = _bounds(out, recipe, overrides)
     host = _host(sglang_python, container, cpu_lab=cpu_lab, needed=url is None)
     ranks = 1 if cpu_lab else tp or bounds.serving.tensor_parallel
@@ -114,6 +122,7 @@ def validate(
         tokens=tokens,
         prompts=prompts,
         timeout_s=boot_timeout,
+        kv_integrity=kv_integrity,
     )
     try:
         with _Progress(quiet=as_json) as progress:
@@ -159,6 +168,8 @@ def show(result: Validation) -> None:
         _show_speed(result)
     if result.sanity is not None:
         _show_sanity(result)
+    if result.kv_integrity is not None:
+        _show_kv_integrity(result)
     for remark in result.remarks:
         stdout.print(f"[yellow]note:[/yellow] {remark}", soft_wrap=True)
     stdout.print()
@@ -238,6 +249,21 @@ def _show_sanity(result: Validation) -> None:
         stdout.print(f"  {sanity.no_reference}", soft_wrap=True)
     for prompt, served in sanity.samples[:2]:
         stdout.print(f"  …{prompt[-60:]!r} → {served!r}", markup=False, soft_wrap=True)
+
+
+def _show_kv_integrity(result: Validation) -> None:
+    trial = result.kv_integrity
+    if trial is None:
+        return
+    smoke = " — smoke only, says nothing about a GPU" if result.smoke else ""
+    rows = table(
+        f"KV integrity, {trial.mode}: with over without{smoke}",
+        right=("tokens/s", "p95 between tokens", "p95 to first token"),
+    )
+    for row in trial.overheads:
+        ratios = (row.throughput, row.inter_token_p95, row.ttft_p95)
+        rows.add_row(f"{row.concurrency} at once", *(f"× {ratio.value:.3f}" for ratio in ratios))
+    stdout.print(rows)
 
 
 def _bounds(out: Path, recipe: str | None, overrides: list[str] | None) -> tuple[Recipe, str, bool]:

@@ -25,6 +25,7 @@ The result, as ``--json`` prints it and ``OUT/.moepress/results/validate.json`` 
                       "packages": {"torch": "2.13.0", "transformers": …}},
       "servers": {"candidate": SERVER, "baseline": SERVER | null},
       "loads": LOADS | null, "memory": MEMORY | null, "speed": SPEED | null, "sanity": SANITY | null,
+      "kv_integrity": KVINTEGRITY | null,              where --kv-integrity asked for it
       "gates": [{"gate": "loads", "verdict": "passed" | "failed" | "not judged", "reason": "…",
                  "numbers": {"KL": FIGURE, "bound": FIGURE, …}}],
       "remarks": ["…"],                                what a reader should know beside the gates
@@ -65,4 +66,7 @@ The result, as ``--json`` prints it and ``OUT/.moepress/results/validate.json`` 
              "deterministic": true, "differing": [prompt, …],
              "long": {"candidate": {"answers": 8, "tokens", "looping": 0, "distinct": FIGURE}, "baseline": … | null},
              "samples": [{"prompt": "…", "served": "…"}]}
+    KVINTEGRITY  {"mode": "enforce", "ranks": [the plug-in's status of each rank], "problems": [str],
+             "overhead": [{"concurrency": 8, "throughput": FIGURE ×, "inter_token_p95": FIGURE ×, "ttft_p95": FIGURE ×}],
+             "order": ["guarded", "plain", …]}        ratios with over without, round by round
 """

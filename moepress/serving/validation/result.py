@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moepress.serving.kv_integrity.trial import Trial
 from moepress.serving.validation.figures import json_or_none
 from moepress.serving.validation.gates import Gate, overall
 from moepress.serving.validation.headroom import Headroom
@@ -41,6 +42,7 @@ class Validation:
     memory: Headroom | None
     speed: Speed | None
     sanity: Sanity | None
+    kv_integrity: Trial | None
     gates: tuple[Gate, ...]
     remarks: tuple[str, ...]
 
@@ -82,6 +84,7 @@ class Validation:
             "memory": json_or_none(self.memory),
             "speed": json_or_none(self.speed),
             "sanity": json_or_none(self.sanity),
+            "kv_integrity": json_or_none(self.kv_integrity),
             "gates": [gate.as_json() for gate in self.gates],
             "remarks": list(self.remarks),
             "next": self.next,

@@ -5,6 +5,7 @@
     in turn      speed: candidate, baseline, baseline, candidate, …; on its first visit the baseline's memory and long
                  answers too
     servers off
+    KV integrity where it is asked for: the candidate with the plug-in and without it, in turn
     reference    the answers scored by transformers' layers on the same weights
     gates        `gates` turns all of it into verdicts
 
@@ -27,6 +28,8 @@ from moepress.formats.families import identify_family, text_config
 from moepress.formats.runtime_contract import Contract, contract_for
 from moepress.recipe import Gates
 from moepress.serving.death import Cause
+from moepress.serving.kv_integrity.trial import GATE, Trial, run_trial
+from moepress.serving.kv_integrity.trial import judge as judge_trial
 from moepress.serving.launch import ServeOptions
 from moepress.serving.load_proof import Problem
 from moepress.serving.validation import gates as judging
@@ -81,6 +84,7 @@ class Request:
         concurrencies, rounds: of the speed measurement; the rest of its workload fits the machine and the model.
         tokens: greedy tokens of each prompt.
         prompts: file; None = shipped.
+        kv_integrity: mode of the page-integrity plug-in to try as well; None = it is not asked about.
     """
 
     out: Path
@@ -102,6 +106,7 @@ class Request:
     tokens: int = 16
     prompts: Path | None = None
     timeout_s: float = 3600.0
+    kv_integrity: str | None = None
 
 
 def validate(request: Request, watcher: Watcher | None = None) -> Validation:
@@ -138,6 +143,7 @@ class _Run:
         self.long_baseline: LongAnswers | None = None
         self.speed: Speed | None = None
         self.sanity: Sanity | None = None
+        self.kv_integrity: Trial | None = None
         self.stopped = ""
 
     def result(self) -> Validation:
@@ -146,6 +152,7 @@ class _Run:
             self.stopped = "the files are not what the server will ask for; nothing was booted"
         else:
             self._serve()
+            self._guard()
             self._refer()
         return self._concluded()
 
@@ -199,6 +206,27 @@ class _Run:
         if run is not None:
             self.speed = run[0].result()
 
+    def _guard(self) -> None:
+        """The same checkpoint with the KV-integrity plug-in and without it."""
+        request = self.request
+        if request.kv_integrity is None or self.stopped:
+            return
+        run = None if request.url is not None or request.host is None else self._speed_run("kv-integrity")
+        if run is None or request.host is None:
+            self.remarks.append("KV integrity: needs a server that is booted here, and a workload for it")
+            return
+        self.kv_integrity = run_trial(
+            self.side,
+            request.host,
+            mode=request.kv_integrity,
+            speed=run[0],
+            rounds=run[1].rounds,
+            work=request.work / "kv-integrity",
+            together=request.together,
+            timeout_s=request.timeout_s,
+            tell=self.watcher.tell,
+        )
+
     def _baseline_is_needed(self) -> bool:
         """Its speed, its memory, or whether it loops as well; its log-probabilities come from its weights alone."""
         loops = self.asked is not None and self.asked.long.looping > 0
@@ -225,8 +253,11 @@ class _Run:
         here = self.machine.gpus[0].memory if self.machine.gpus and stage.is_booted_here(name) else None
         self.memory[name] = measure_memory(side, stage.client(name), checkpoint, here)
 
-    def _speed_run(self) -> tuple[SpeedRun, Workload] | None:
+    def _speed_run(self, part: str = "") -> tuple[SpeedRun, Workload] | None:
+        """`part`: a folder of its own inside the work folder."""
         request = self.request
+        work = request.work / part
+        work.mkdir(parents=True, exist_ok=True)
         if request.host is None:
             self.remarks.append("speed: no Python with SGLang here to run bench_serving with")
             return None
@@ -235,13 +266,13 @@ class _Run:
         workload = asked.fitted(self.side.context)
         try:
             tokenizer = tokenizer_copy(
-                request.out, request.work / "tokenizer", trust_remote_code=request.options.trust_remote_code
+                request.out, work / "tokenizer", trust_remote_code=request.options.trust_remote_code
             )
         except CheckpointError as error:
             self.remarks.append(f"speed: {error.what} ({error.hint})")
             return None
         texts = [document.text or "" for document in default_documents()]
-        return SpeedRun(request.host, workload, tokenizer=tokenizer, work=request.work, texts=texts), workload
+        return SpeedRun(request.host, workload, tokenizer=tokenizer, work=work, texts=texts), workload
 
     def _load_prompts(self) -> list[Prompt]:
         request, config = self.request, self.candidate.config
@@ -299,6 +330,9 @@ class _Run:
             gates += judging.judge_speed(bounds, self.speed, lost, smoke=smoke)
         if "sanity" in request.asked:
             gates += judging.judge_sanity(bounds, self.sanity, lost)
+        if request.kv_integrity is not None:
+            absent = judging.NotJudged(lost)
+            gates.append(judge_trial(self.kv_integrity) if self.kv_integrity else judging.Gate(GATE, absent))
         return Validation(
             output=str(request.out),
             baseline=None if request.baseline is None else str(request.baseline),
@@ -315,6 +349,7 @@ class _Run:
             memory=headroom if "memory" in request.asked else None,
             speed=self.speed,
             sanity=self.sanity,
+            kv_integrity=self.kv_integrity,
             gates=tuple(gates),
             remarks=(*self.remarks, *(self.speed.remarks() if self.speed and not smoke else ())),
         )

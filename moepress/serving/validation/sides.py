@@ -85,6 +85,7 @@ class Side:
         model: its folder.
         options, contract_flags: how it is launched.
         url: of a server that is already there; None = booted here.
+        plugins, variables: folders with more SGLang plug-ins, and what they read from the environment.
         boots: so far.
         info: /server_info of the last boot.
     """
@@ -94,6 +95,8 @@ class Side:
     options: ServeOptions
     contract_flags: tuple[str, ...] = ()
     url: str | None = None
+    plugins: tuple[Path, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
     boots: list[Boot] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -204,10 +207,10 @@ class Stage:
             options=side.options,
             contract_flags=side.contract_flags,
             cpu_lab=self._host.cpu_lab,
-            plugins=[RECORDER],
+            plugins=[RECORDER, *side.plugins],
         )
-        launch = replace(launch, variables={**launch.variables, RECORDER_VARIABLE: str(reports)})
-        folders = [side.model.resolve(), RECORDER, *([CPU_LAB] if self._host.cpu_lab else [])]
+        launch = replace(launch, variables={**launch.variables, RECORDER_VARIABLE: str(reports), **side.variables})
+        folders = [side.model.resolve(), RECORDER, *side.plugins, *([CPU_LAB] if self._host.cpu_lab else [])]
         placed = self._host.place(launch, folders=folders, work=self._work)
         log_path = self._work / f"{side.name}-{number}.log"
         self._tell(f"booting the {side.name}: {side.model} (log: {log_path})")
