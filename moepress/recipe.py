@@ -276,6 +276,11 @@ class Recipe(Section):
     families: tuple[str, ...] = Field(
         min_length=1, description="model families this recipe is for (see `moepress recipes families`)"
     )
+    engine: Literal["moepress", "llmcompressor"] = Field(
+        "moepress",
+        description="who makes the experts' integers by gptq: moepress, layer by layer; or llm-compressor's oneshot, in a "
+        "process of its own that holds the whole model",
+    )
     weights: Weights = Weights()
     calibration: Calibration = Calibration()  # type: ignore[call-arg]
     rest: Rest = Rest()

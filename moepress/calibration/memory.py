@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moepress.formats.architecture import WeightSpec, expected_weights
@@ -53,6 +54,22 @@ class MemoryNeed:
     def scratch_files(self, scratch_memory_bytes: int) -> int:
         """Bytes of scratch files then; arrays are placed whole, so at most this."""
         return 0 if self.activations <= scratch_memory_bytes else self.activations
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what the kernel calls available, and no more than its control group allows."""
+    text = Path("/proc/meminfo").read_text()
+    available = int(text.split("MemAvailable:")[1].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        # clean file pages count as used there, and are given back when needed
+        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        available = min(available, limit - used + int(pages.get("inactive_file", 0)) + int(pages.get("active_file", 0)))
+    except (OSError, ValueError):
+        pass  # no control group, or no limit in it ("max")
+    return available
 
 
 def memory_need(

@@ -53,6 +53,21 @@ def check_disk(plan: ConversionPlan, out: Path, *, finished: set[str] | frozense
         )
 
 
+def check_free(folder: Path, needed: int, what: str) -> None:
+    """Refuses something that would fill the file system of ``folder``.
+
+    Raises:
+        PlanRefused: with both numbers.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise PlanRefused(
+            f"{what} needs {needed:,} bytes and {free:,} are free",
+            where=str(folder),
+            hint="free some space, or choose a folder on another disk",
+        )
+
+
 @dataclass(frozen=True)
 class TimeEstimate:
     """Seconds for the whole conversion from rates measured here, in bytes per second (source bytes; ``write``: output bytes)."""

@@ -96,6 +96,10 @@ def convert(
     journal.check()
     done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
     check_disk(plan, out, finished=set(done))
+    if recipe.engine == "llmcompressor":
+        from moepress.convert.llmcompressor_engine import check_engine
+
+        check_engine(checkpoint, plan)
     todo = [s for s in plan.shards if s.name not in done and not (recipe.calibrated and s.layer is not None)]
     if arrivals is not None:
         todo = arrivals.begin(plan, todo)
@@ -125,7 +129,11 @@ def convert(
         )  # the layers arrive in order, kept tensors are in all shards
         if not layers_first:
             write(first, plan)
-        if samples is not None and recipe.calibrated:
+        if samples is not None and recipe.calibrated and recipe.engine == "llmcompressor":
+            from moepress.convert.llmcompressor_engine import LlmCompressorEngine
+
+            LlmCompressorEngine(checkpoint, plan, journal, samples, watcher, threads).run()
+        elif samples is not None and recipe.calibrated:
             from moepress.convert.layers import CalibratedLayers
 
             CalibratedLayers(checkpoint, plan, journal, samples, executor, watcher, kv).run()
