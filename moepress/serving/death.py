@@ -26,6 +26,7 @@ class Cause(StrEnum):
     PORT_TAKEN = "port taken"
     BAD_ARGUMENT = "launch argument not accepted"
     WRONG_VERSION = "wrong SGLang version"
+    NOT_GUARDED = "refused by KV integrity"
     OTHER = "other"
 
 
@@ -43,6 +44,11 @@ _TABLE: Sequence[tuple[Cause, str, str]] = (
         Cause.WRONG_VERSION,
         r"moepress CPU lab: (made for|this process)",
         "run it in the environment that `make sglang-cpu` builds, or without the CPU lab",
+    ),
+    (
+        Cause.NOT_GUARDED,
+        r"moepress KV integrity: (made for|refused)",
+        "start without what it names, or without KV integrity (docs/concepts/kv-integrity.md)",
     ),
     (
         Cause.OUT_OF_MEMORY,
@@ -106,7 +112,7 @@ _COMPILED = tuple((cause, re.compile(pattern, re.IGNORECASE), hint) for cause, p
 _EXCEPTION = re.compile(
     r"^(?:\[[^\]]*\] )?"
     r"(?:[\w.]+(?:Error|Exception|Exit|Interrupt)\b.*|(?:\S*launch_server\.py|sglang serve): error: .*"
-    r"|moepress CPU lab: (?:made|this).*)"
+    r"|moepress (?:CPU lab|KV integrity): (?:made|this|refused).*)"
 )
 _ECHO = re.compile(r"Received sigquit|KeyboardInterrupt|BrokenPipeError|ConnectionResetError|EOFError")
 

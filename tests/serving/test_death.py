@@ -49,6 +49,10 @@ SIGQUIT = "[17:10:24] Received sigquit from a child process. It usually means th
         (Cause.PORT_TAKEN, "OSError: [Errno 98] error while attempting to bind on address: address already in use"),
         (Cause.MISSING_FILE, "FileNotFoundError: [Errno 2] No such file or directory: '/models/m/config.json'"),
         (Cause.WRONG_VERSION, "moepress CPU lab: made for sglang 0.5.23, this is 0.6.0. Take the lab's folder off"),
+        (
+            Cause.NOT_GUARDED,
+            "moepress KV integrity: refused to start: streaming sessions: a row moves from request to request",
+        ),
         (Cause.OTHER, "ZeroDivisionError: integer division or modulo by zero"),
     ],
 )

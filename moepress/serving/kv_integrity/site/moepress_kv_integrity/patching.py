@@ -167,5 +167,4 @@ def _watch_scheduler(original, self, server_args, port_args):
 
 
 def _refusal(found: list[str], hint: str) -> str:
-    lines = [f"moepress KV integrity: refused to start, {len(found)} reason{'s' if len(found) != 1 else ''}"]
-    return "\n".join([*lines, *(f"  {reason}" for reason in found), f"  hint: {hint}"])
+    return f"moepress KV integrity: refused to start: {'; '.join(found)}\n  hint: {hint}"
