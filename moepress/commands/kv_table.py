@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +23,7 @@ def show_kv(kv: Mapping[str, Any]) -> None:
     stdout.print(
         f"\nKV scales: {kv['emission']} in {len(changed)} of {len(layers)} layers ({kv['reason']})", soft_wrap=True
     )
-    rows = table(
-        "layer", "cached", "emission", right=("amax", "clips at 1.0", "subnormal", "scale", "error at 1.0", "at scale")
-    )
+    rows = table("layer", "cached", "emission", right=("amax", "clipped", "tiny", "scale", "error at 1.0", "error now"))
     for index, layer in shown.items():
         for place, (cached, scale) in enumerate(layer["scale"].items()):
             first = place == 0
@@ -32,18 +31,27 @@ def show_kv(kv: Mapping[str, Any]) -> None:
                 index if first else "",
                 cached,
                 layer["emission"] if first else "",
-                f"{layer['amax'][cached]:.4g}",
+                f"{layer['amax'][cached]:.3g}",
                 f"{layer['clipped_at_one'][cached]:.2%}",
                 f"{layer['below_normal_at_one'][cached]:.2%}",
-                f"{scale:.4g}",
+                _scale(scale),
                 f"{layer['attention_error_at_one']:.4f}" if first else "",
                 f"{layer['attention_error']:.4f}" if first else "",
             )
     if shown:
         stdout.print(rows)
+        stdout.print(
+            "  clipped, tiny: shares beyond 448 and below e4m3's normal range at 1.0; error: of attention's output"
+        )
     if len(shown) < len(layers):
         stdout.print(f"  … and {len(layers) - len(shown)} more layers in moepress_report.json")
     for cached, why in kv["left"].items():
         stdout.print(f"  {cached} could not be folded: {why}", soft_wrap=True)
     for sentence in kv["suspicious"]:
         stderr.print(f"[yellow]warning:[/yellow] KV scales look wrong: {sentence}", soft_wrap=True)
+
+
+def _scale(scale: float) -> str:
+    """A power of two as one, anything else in figures."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and scale != 1 else f"{scale:.4g}"

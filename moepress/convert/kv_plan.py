@@ -66,10 +66,10 @@ class KvPlan:
         if self.emission == "none":
             return [f"KV scales: none ({self.reason})"]
         how = {
-            "folded": "powers of two, folded into the weights on both sides of the cache where it pays",
+            "folded": "powers of two in the weights on both sides of the cache, where it pays",
             "checkpoint": f"{len(self.tensors)} tensors in the files, kv_cache_scheme in config.json",
         }[self.emission]
-        lines = [f"KV scales: {self.emission}, {how}; {len(self.layers)} layers to measure ({self.reason})"]
+        lines = [f"KV scales: {self.emission}: {how}; {len(self.layers)} layers to measure ({self.reason})"]
         return lines + [f"KV scales: {name} keeps 1.0: {why}" for name, why in self.left.items()]
 
 
