@@ -23,7 +23,7 @@ from moepress.serving import keeper
 from moepress.serving.launch import sglang_launch
 from moepress.serving.sglang import free_port, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.oracle]
+pytestmark = [pytest.mark.slow, pytest.mark.oracle, pytest.mark.timeout(1800)]
 
 TINY = Path(export.__file__).parent
 PROMPTS = TINY / "prompts.jsonl"
@@ -49,7 +49,7 @@ def validate(sglang_python: Path, *arguments: str | Path) -> subprocess.Complete
         [*VALIDATE, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=850,
+        timeout=1700,
         check=False,
         env=within(sglang_python),
     )
