@@ -102,6 +102,11 @@ class RoutedTokens:
         x = self.x.read(start, stop)
         return x if self.divisor is None else x / self.divisor.to(x.dtype)
 
+    def tokens_per_expert(self) -> list[int]:
+        """Routed tokens of every expert of the layer."""
+        chosen = self.expert.read(0, len(self)).reshape(-1).long()
+        return [int(count) for count in torch.bincount(chosen, minlength=self.num_experts)]
+
     def smoothed(self, scales: torch.Tensor) -> RoutedTokens:
         """The same tokens as they come out of the norm ÷ `scales` [C]: a view of the same arrays, released once."""
         return replace(self, divisor=scales)

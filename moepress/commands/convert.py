@@ -30,6 +30,7 @@ from moepress.commands.workers import (
     WorkerThreads,
     place_of_work,
 )
+from moepress.commands.worst import fallbacks, worst_experts
 from moepress.errors import HubError
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def show(result: Conversion, broken: list[str]) -> None:
     weights = plan.recipe.weights
     if quantized["weights"]:
         how = f"INT{weights.num_bits}, group {weights.group_size}, {weights.algorithm} with {weights.scale} scales"
+        if plan.recipe.engine != "moepress":
+            how = f"INT{weights.num_bits}, group {weights.group_size}, {weights.algorithm} by {plan.recipe.engine}"
         error = (
             f"relative error mean {quantized['relative_error_mean']:.4f}, worst {quantized['relative_error_max']:.4f}"
         )
@@ -126,13 +129,10 @@ def show(result: Conversion, broken: list[str]) -> None:
     for reason, count in sorted(report["kept"].items(), key=lambda item: -item[1]):
         rows.add_row(f"{count:,}", reason)
     stdout.print(rows)
-    if quantized["worst"]:
-        stdout.print("\nleast exact:")
-        for entry in quantized["worst"][:3]:
-            db = "" if entry["sqnr_db"] is None else f", {entry['sqnr_db']:.1f} dB"
-            stdout.print(f"  {entry['weight']}  relative error {entry['relative_error']:.4f}{db}", soft_wrap=True)
-    for name, reason in list(report["fallbacks"].items())[:20]:
-        stdout.print(f"[yellow]fallback:[/yellow] {name}: {reason}", soft_wrap=True)
+    for found in (worst_experts(report), fallbacks(report)):
+        if found is not None:
+            stdout.print()
+            stdout.print(found)
     show_kv(report["kv_cache"])
     for problem in broken:
         stderr.print(f"[red]limit broken:[/red] {problem}", soft_wrap=True)

@@ -92,6 +92,10 @@ def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pres
         for projection in ("gate_proj", "up_proj"):
             records[expert, projection] = {"action": "quantize", **gate_up_notes[slot], **smoothed}
         records[expert, "down_proj"] = {"action": "quantize", **down_notes[slot], **smoothed}
+    if "gptq" not in recipe.weights.algorithm:
+        counts = inputs.ours.tokens_per_expert()
+        for (expert, _), record in records.items():
+            record["tokens"] = counts[expert]
     _measure_halves(block, gate_up, records)
     return PressedBlock(block.experts, gate_up, down, records)
 

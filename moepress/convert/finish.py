@@ -23,6 +23,9 @@ from moepress.hub.ledger import read_origin
 WORST = 20
 """How many of the worst weights a report names."""
 
+NOTES = ("method", "tokens", "shrinkage", "dampening_frac", "loss", "passes", "target_change", "awq_alpha")
+"""What a receipt may know of a weight beside its errors, repeated for the worst ones."""
+
 
 def finish(
     checkpoint: Checkpoint, plan: ConversionPlan, journal: Journal, kv: KvScales | None = None
@@ -92,7 +95,12 @@ def make_report(plan: ConversionPlan, receipts: list[dict[str, Any]], side_files
             "relative_error_mean": statistics.fmean(errors.values()) if errors else None,
             "relative_error_max": max(errors.values(), default=None),
             "worst": [
-                {"weight": name, "relative_error": errors[name], "sqnr_db": weights[name]["sqnr_db"]}
+                {
+                    "weight": name,
+                    "relative_error": errors[name],
+                    "sqnr_db": weights[name]["sqnr_db"],
+                    **{note: weights[name][note] for note in NOTES if note in weights[name]},
+                }
                 for name in sorted(errors, key=lambda name: (-errors[name], name))[:WORST]
             ],
         },

@@ -58,6 +58,8 @@ def error_aware_target(
         raise QuantizeError(
             f"{int((~cross.isfinite()).sum()):,} values of Σ(x − x̃)x̃ᵀ are not finite", where="error_aware_target"
         )
+    if not bool(pull.any()):  # nothing to make up for; a Hessian of zeros (a dead layer) must not stop this
+        return Target(weight, 0.0, 0.0)
     mean = hessian.diagonal().mean()
     for ridge_frac in _RIDGES:
         ridged = hessian.clone()

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from moepress.cli import app
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.verify.run import verify
+from tests.cases.rewritten import rewrite_tensors
 from tests.pressing import StopAfter, press, shard_bytes
 from tests.tiny_checkpoints import build
 
@@ -54,6 +58,36 @@ def test_experts_without_a_single_token_are_quantized_and_say_so(tmp_path: Path)
     assert verify(tmp_path / "out", source.folder).problems == ()
 
 
+def test_a_layer_that_nothing_reaches_falls_back_and_says_so_to_the_end(tmp_path: Path) -> None:
+    """GQ-02: a norm of zeros gives its experts nothing to be calibrated by; the receipt, the report and the screen tell."""
+    source = build("kimi", tmp_path / "src", mtp=0)
+
+    def silence(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.post_attention_layernorm.weight"
+        tensors[name] = torch.zeros_like(tensors[name])
+
+    rewrite_tensors(source, silence)
+    options = ["weights.algorithm=gptq", "serving.tensor_parallel=1", *SMALL]
+    words = [word for option in options for word in ("--set", option)]
+    done = CliRunner().invoke(
+        app, ["convert", str(source.folder), str(tmp_path / "out"), "--recipe", "kimi-k2", *words]
+    )
+    assert done.exit_code == 1, "more fallbacks than limits.max_fallback_share"
+    fallen = {name: r for name, r in records(tmp_path / "out").items() if r.get("decision") == "fallback"}
+    assert sum(not name.endswith("down_proj.weight") for name in fallen) == 8 * 2, "their Hessian is the layer's, zero"
+    assert all(r["tokens"] for n, r in fallen.items() if n.endswith("down_proj.weight")), (
+        "an unseen one's is the identity"
+    )
+    assert all(r["method"] == "rtn" and "mean diagonal is 0" in str(r["reason"]) for r in fallen.values())
+    assert {"tokens", "shrinkage", "sqnr_db"} <= set(next(iter(fallen.values())))
+    report = json.loads((tmp_path / "out" / "moepress_report.json").read_text())
+    assert set(report["fallbacks"]) == set(fallen)
+    assert {"tokens", "shrinkage", "sqnr_db"} <= set(report["quantized"]["worst"][0])
+    for said in ("least exact", "blend λ", "fallback", "layer 1, expert 7, up_proj"):
+        assert said in done.stdout
+    assert verify(tmp_path / "out", source.folder).problems == ()
+
+
 @pytest.mark.parametrize("algorithm", ["awq", "awq+gptq"])
 def test_awq_factors_cancel_between_up_and_down(algorithm: str, tmp_path: Path) -> None:
     """AW-03: layer 0 dense, the others MoE: pairs are found per expert, and no layernorm or router takes part."""
@@ -64,6 +98,7 @@ def test_awq_factors_cancel_between_up_and_down(algorithm: str, tmp_path: Path) 
         record.get("awq_alpha") for record in records(tmp_path / "out").values() if record["action"] == "quantize"
     }
     assert None not in alphas
+    assert all("tokens" in r for r in records(tmp_path / "out").values() if r["action"] == "quantize")
     assert max(alphas) > 0  # type: ignore[type-var]
 
 
