@@ -14,6 +14,7 @@ import world as sglang_world
 from moepress_kv_integrity import coverage, faults, guarding, patching
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from transformers import PretrainedConfig
 from world import World
 
 PAGE = 4
@@ -124,7 +125,7 @@ def what_is_refused() -> dict:
         "token_to_kv_pool_allocator": world.allocator, "req_to_token_pool": world.pool, "tree_cache": world.tree,
         "device": "cpu", "disaggregation_mode": SimpleNamespace(value="null"), "spec_algorithm": none,
         "enable_pdmux": False, "dllm_config": None, "is_generation": True,
-        "model_config": SimpleNamespace(is_encoder_decoder=False),
+        "model_config": SimpleNamespace(is_encoder_decoder=False, hf_config=PretrainedConfig()),
     }  # fmt: skip
 
     def refused(**changed) -> list[str]:
@@ -145,7 +146,7 @@ def what_is_refused() -> dict:
             enable_pdmux=True,
             dllm_config=object(),
             is_generation=False,
-            model_config=SimpleNamespace(is_encoder_decoder=True),
+            model_config=SimpleNamespace(is_encoder_decoder=True, hf_config=PretrainedConfig()),
         ),
         "hisparse": refused(token_to_kv_pool_allocator=of("HiSparseTokenToKVPoolAllocator")),
         "page_interleave": refused(token_to_kv_pool_allocator=of("PageInterleavePoolAllocator")),

@@ -4,7 +4,7 @@ One wrong entry in a free list or a tree can be met by any later request. So fro
 that act, everything is done the slow way (the host waits for the device, which it does nowhere else):
 
     free list     broken pages, pages in use and second entries of a page are taken out; whatever comes back is checked
-    aborted row   gives back what its record proves, not what the page table says (recording.release_row)
+    rows          give back what their record proves, not what the page table says (recording.release_row)
     prefix tree   closed: nothing is matched in it, nothing goes into it; it gives up only pages that are its own
     idle moment   the cache is flushed: free list and tree are built anew, and the pool is trusted again
 

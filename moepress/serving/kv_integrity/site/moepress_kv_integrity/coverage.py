@@ -34,9 +34,10 @@ _COVERED = {
 
 def not_covered(scheduler) -> list[str]:
     """Reasons why this scheduler cannot be watched; empty when it can."""
-    from sglang.srt.runtime_context import get_parallel, get_serving
+    from sglang.srt.configs.model_config import get_dsa_index_kpool, is_deepseek_dsa
+    from sglang.srt.runtime_context import get_exec, get_parallel, get_serving
 
-    parallel, tree = get_parallel(), scheduler.tree_cache
+    parallel, tree, config = get_parallel(), scheduler.tree_cache, scheduler.model_config
     found = [
         reason
         for role, thing in (
@@ -55,10 +56,16 @@ def not_covered(scheduler) -> list[str]:
         "speculative decoding: page-table writes of the draft and metadata planned before the check": (
             not scheduler.spec_algorithm.is_none()
         ),
+        "two-batch overlap: its halves keep the rows of before the quarantine": (
+            get_exec().overlap.enable_two_batch_overlap
+        ),
+        "a pooled sparse-attention index: planned from the host's copy of the rows": (
+            is_deepseek_dsa(config.hf_config) and get_dsa_index_kpool(config.hf_config) > 1
+        ),
         "PD multiplexing: a prefill split over several forwards": scheduler.enable_pdmux,
         "diffusion language models: pages are kept and reused": scheduler.dllm_config is not None,
         "embedding and reward models: results have no token to cut": not scheduler.is_generation,
-        "encoder-decoder models: pages of the encoder": scheduler.model_config.is_encoder_decoder,
+        "encoder-decoder models: pages of the encoder": config.is_encoder_decoder,
         "streaming sessions: a row moves from request to request": get_serving().enable_streaming_session,
         "HiCache: pages are filled from the host": getattr(tree, "cache_controller", None) is not None,
         "an external cache linker: pages are filled from outside": getattr(tree, "linker", None) is not None,

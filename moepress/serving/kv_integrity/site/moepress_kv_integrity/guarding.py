@@ -134,7 +134,11 @@ def _act(scheduler, watch, batch, answer: Answer) -> None:
     for req, (column, expected, found) in wrong:
         if req.finished() or req.is_retracted or req.rid in watch.reported:
             continue
-        watch.reported[req.rid] = None
+        if not watch.acts:
+            # It is not ended, so the same page is found again at every step.
+            watch.reported[req.rid] = None
+            while len(watch.reported) > 4096:
+                watch.reported.pop(next(iter(watch.reported)))
         violation(
             watch,
             "page_mismatch",
@@ -144,8 +148,6 @@ def _act(scheduler, watch, batch, answer: Answer) -> None:
             found=_describe(found),
             action="ended" if watch.acts else "none",
         )
-        while len(watch.reported) > 4096:
-            watch.reported.pop(next(iter(watch.reported)))
     if watch.acts and (wrong or any(count > 0 for count in fresh.values())):
         careful.enter(watch)
         for req, _ in wrong:
@@ -159,7 +161,6 @@ def end(scheduler, watch, batch, req) -> None:
 
     reason = FINISH_ABORT(MESSAGE, 500, ERROR_TYPE)
     watch.counters.aborted += 1
-    watch.tainted_rows.add(req.kv.req_pool_idx)
     req.skip_radix_cache_insert = True
     if batch.forward_mode.is_extend():
         req.discard_output_reason = reason

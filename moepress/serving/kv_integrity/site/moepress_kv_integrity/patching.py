@@ -55,7 +55,6 @@ def hooks() -> tuple[Hook, ...]:
         Hook(_TOKEN + "alloc", "self need_size", recording.allocate),
         Hook(_TOKEN + "free", "self free_index", recording.release_tokens),
         Hook(_TOKEN + "clear", "self", recording.clear),
-        Hook(_MEMORY + "memory_pool.ReqToTokenPool.free_rows", "self indices", recording.release_rows),
         Hook(_MEMORY + "base_prefix_cache.BasePrefixCache.free_kv_row", "self kv ranges", recording.release_row),
         Hook(_MEMORY + "allocation.alloc_for_extend", "batch", recording.allocate_for_extend),
         Hook(_MEMORY + "allocation.alloc_for_decode", "batch token_per_req", recording.allocate_for_decode),

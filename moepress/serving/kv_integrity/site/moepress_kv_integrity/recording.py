@@ -165,23 +165,14 @@ def drain_tree_frees(original, self, device_frees):
 
 
 def release_row(original, self, kv, ranges):
-    """BasePrefixCache.free_kv_row: a request that is aborted gives back what is provably its own, whatever its row says."""
+    """BasePrefixCache.free_kv_row: in a suspect pool a request gives back what is provably its own, whatever its row says."""
     watch = watch_of(self)
-    if watch is None or kv.req_pool_idx not in watch.tainted_rows:
+    if watch is None or not (watch.suspect and watch.acts):
         return original(self, kv, ranges)
     for start, stop in ranges:
         if start < stop:
             watch.allocator.free_page_ids(watch.record.proven(kv.req_pool_idx, start, stop))
     return None
-
-
-def release_rows(original, self, indices):
-    """ReqToTokenPool.free_rows."""
-    result = original(self, indices)
-    watch = watch_of(self)
-    if watch is not None:
-        watch.tainted_rows.difference_update(indices)
-    return result
 
 
 def _any_begins(positions, page_size) -> bool:

@@ -26,7 +26,6 @@ class Watch:
         record: what the rows were given.
         counters: what has been seen.
         suspect: the bookkeeping has contradicted itself and was not rebuilt since (see `careful`).
-        tainted_rows: rows of requests that are being aborted; they give back only what they can prove to own.
         unread: the check of the forward that is being launched, until run_batch attaches it to the result.
         path: slots that the tree returned last for a whole path; set while a checkpoint runs.
     """
@@ -41,14 +40,13 @@ class Watch:
         self.record = RowRecord(*pool.req_to_token.shape, self.tags)
         self.counters = Counters(mode=mode, page_size=self.page_size)
         self.suspect = False
-        self.tainted_rows: set[int] = set()
         self.unread = None
         self.path: torch.Tensor | None = None
         self.group = None  # torch.distributed group of the ranks that must decide alike; None = this rank alone
         self.metrics = None  # reporting.Metrics, where the server's own are on
         self.faults = None  # faults.Armed, in tests
         self.events_seen = [0] * len(EVENTS)
-        self.reported: dict[str, None] = {}  # ids of requests whose line is written, oldest first
+        self.reported: dict[str, None] = {}  # observe: ids of requests whose line is written, oldest first
 
     @property
     def acts(self) -> bool:
