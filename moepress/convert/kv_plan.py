@@ -61,15 +61,16 @@ class KvPlan:
         """What of it decides bytes: part of the resume key."""
         return [self.emission, list(self.layers), sorted(self.left)]
 
-    def lines(self) -> list[str]:
-        """What ``plan`` and ``convert`` say about it."""
+    def lines(self, *, own_pass: bool) -> list[str]:
+        """What ``plan`` says about it. ``own_pass``: nothing else in the conversion runs the model."""
         if self.emission == "none":
             return [f"KV scales: none ({self.reason})"]
         how = {
             "folded": "powers of two in the weights on both sides of the cache, where it pays",
             "checkpoint": f"{len(self.tensors)} tensors in the files, kv_cache_scheme in config.json",
         }[self.emission]
-        lines = [f"KV scales: {self.emission}: {how}; {len(self.layers)} layers to measure ({self.reason})"]
+        cost = "; a pass over the source model of its own, which comes on top of the time below" if own_pass else ""
+        lines = [f"KV scales: {self.emission}: {how}; {len(self.layers)} layers to measure{cost} ({self.reason})"]
         return lines + [f"KV scales: {name} keeps 1.0: {why}" for name, why in self.left.items()]
 
 

@@ -78,7 +78,7 @@ class Outlook:
             text.append("neither fits: use more GPUs or smaller weights")
         if self.plan is not None:
             text.append(f"output: {len(self.plan.shards)} shards, layout {self.plan.layout}")
-            text += self.plan.kv.lines()
+            text += self.plan.kv.lines(own_pass=not self.plan.recipe.calibrated)
         if self.disk is not None:
             text.append(
                 f"disk: {self.disk.needed / GIB:,.2f} GiB needed, {self.disk.free / GIB:,.2f} GiB free in {self.disk.folder}"

@@ -26,7 +26,7 @@ from moepress.convert.plan import PRESS_VERSION, ConversionPlan
 from moepress.convert.press import Bytes, Piece, Pressed, Scratch, cut, press
 from moepress.formats.reader import TensorReader
 from moepress.formats.writer import ShardWriter
-from moepress.quantize.decision import Kept, Quantized
+from moepress.quantize.decision import Folded, Kept, Quantized
 from moepress.quantize.fidelity import Fidelity
 from moepress.quantize.grid import Grid
 from moepress.recipe import Recipe
@@ -166,7 +166,8 @@ class _Weight:
                 order.add(self.plan.outputs[1].name, part[0])
             order.add(self.plan.outputs[2].name, np.array(self.decision.stored.shape, np.int64).view(np.uint8))
         order.check_whole(self.plan.outputs)
-        outcome: Quantized | Kept = Kept(self.decision.reason)
+        reason, fold = self.decision.reason, self.decision.fold
+        outcome: Quantized | Kept | Folded = Kept(reason) if fold is None else Folded(reason, fold.bands)
         if self.decision.action == "quantize" and self.fidelity is not None:
             weights = recipe.weights
             outcome = Quantized(
@@ -176,7 +177,6 @@ class _Weight:
             "action": self.decision.action,
             "source_xxh3": xxhash.xxh3_128_hexdigest("".join(self.digests).encode()),
             **outcome.as_json(),
-            **({"fold": self.decision.fold.as_json()} if self.decision.fold is not None else {}),
         }
 
 

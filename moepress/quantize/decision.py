@@ -1,4 +1,4 @@
-"""What became of a tensor, as a value: Quantized, Kept, Rescaled or Fallback.
+"""What became of a tensor, as a value: Quantized, Kept, Folded, Rescaled or Fallback.
 
 Nothing is silent: a plan decides every tensor, a receipt records the decision, and the report and the model card count
 them. A Fallback is a tensor that is quantized, but by a plainer method than was asked for; its reason names the
@@ -48,6 +48,22 @@ class Kept:
 
     def as_json(self) -> dict[str, object]:
         return {"decision": "kept", "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Carried over with a KV scale in it: rows times powers of two, so that no bit of a weight is lost.
+
+    Args:
+        reason: why it is carried.
+        bands: (rows, exponent), repeated until the weight's rows end.
+    """
+
+    reason: str
+    bands: tuple[tuple[int, int], ...]
+
+    def as_json(self) -> dict[str, object]:
+        return {"decision": "folded", "reason": self.reason, "fold": [list(band) for band in self.bands]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +119,4 @@ class Fallback:
         }
 
 
-Decision = Quantized | Kept | Rescaled | Fallback
+Decision = Quantized | Kept | Folded | Rescaled | Fallback
