@@ -83,7 +83,9 @@ def ray_workers(wish: Workers, checkpoint: Checkpoint, plan: ConversionPlan, out
     """
     _start_ray(wish)
     try:
-        handles = _start_workers(wish, WorkerStart(checkpoint, plan, out.resolve(), wish.threads, _device(wish)))
+        # held to the end: a worker that Ray starts again fetches it again
+        given = [ray.put(WorkerStart(checkpoint, plan, out.resolve(), wish.threads, _device(wish)))]
+        handles = _start_workers(wish, given)
         try:
             executor = RayExecutor(handles, plan, out, gather=wish.gather)
             executor.placements = _placements(handles, out, shared=wish.gather is None)
@@ -223,7 +225,7 @@ def _start_ray(wish: Workers) -> None:
         ) from error
 
 
-def _start_workers(wish: Workers, start: WorkerStart) -> list[Any]:
+def _start_workers(wish: Workers, given: list[Any]) -> list[Any]:
     """The actors, once the cluster has said that it has room for them.
 
     Raises:
@@ -246,7 +248,6 @@ def _start_workers(wish: Workers, start: WorkerStart) -> list[Any]:
         runtime_env={"env_vars": _environment(wish.threads)},
         scheduling_strategy="SPREAD",
     )
-    given = [ray.put(start)]
     return [actor.remote(number, given) for number in range(wish.count)]
 
 
@@ -262,7 +263,7 @@ def _resources(needed: dict[str, int], wish: Workers) -> dict[str, float]:
 
 
 class _RayWorker(Worker):
-    """A worker that fetches what it is given, also when Ray starts it again: the run holds it as long as it lives."""
+    """A worker that fetches what it works on, also when Ray starts it again."""
 
     def __init__(self, number: int, given: list[Any]) -> None:
         super().__init__(number, ray.get(given[0]))
