@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from moepress.errors import FormatError
+from moepress.formats.fp8_scale import check_scale_values, decode_e8m0_bytes
 from moepress.formats.scale_layout import rows_and_columns_per_scale
 
 E4M3_MAX = 448.0
@@ -49,35 +50,12 @@ def decode_e8m0(scale: torch.Tensor, *, name: str = "E8M0 scale") -> torch.Tenso
         scale = scale.view(torch.uint8)
     if scale.dtype != torch.uint8:
         raise FormatError(f"an E8M0 scale is bytes, this one is {scale.dtype}", where=name)
-    if not_a_number := int((scale == 255).sum()):
-        raise FormatError(f"{not_a_number} of {scale.numel()} E8M0 scales are NaN (byte 255)", where=name)
-    exponent = scale.to(torch.int32)
-    bits = torch.where(exponent == 0, 0x0040_0000, exponent << 23)  # float32's own exponent field; 2^-127 has none
-    return bits.view(torch.float32)
+    return torch.from_numpy(decode_e8m0_bytes(scale.cpu().numpy(), name=name)).to(scale.device)
 
 
 def check_scale(scale: torch.Tensor, *, name: str) -> None:
-    """Refuse scales that cannot be meant.
-
-    Args:
-        scale: float32, any shape. Zero is allowed here: encoders write it for blocks that are all zero.
-        name: what to call the tensor in the error.
-
-    Raises:
-        FormatError: a scale is NaN, infinite or negative; or every one is 32 or more. The last means weights in the ten
-            thousands in every block, which no trained linear layer has: it is what E8M0 bytes look like as numbers.
-    """
-    total = scale.numel()
-    if not_finite := total - int(torch.isfinite(scale).sum()):
-        raise FormatError(f"{not_finite} of {total} scales are NaN or infinite", where=name)
-    if negative := int((scale < 0).sum()):
-        raise FormatError(f"{negative} of {total} scales are negative", where=name)
-    if total and float(scale.min()) >= 32:
-        raise FormatError(
-            f"scales of {float(scale.min()):g} to {float(scale.max()):g}: weights beyond 14,000 in every block",
-            where=name,
-            hint="these look like E8M0 exponent bytes stored as numbers (120 for 2^-7); download the checkpoint again",
-        )
+    """`check_scale_values` for a float32 tensor on any device."""
+    check_scale_values(scale.detach().cpu().numpy(), name=name)
 
 
 def decode_fp8(

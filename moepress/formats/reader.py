@@ -18,15 +18,17 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from moepress.errors import CheckpointError, FormatError
 from moepress.formats.checkpoint import Checkpoint, TensorRef
 from moepress.formats.sources import why_unusable
 from moepress.formats.tensor_bytes import ByteArray, byte_view, torch_dtype, torch_shape
+
+if TYPE_CHECKING:
+    import torch
 
 PIECE_BYTES = 4 << 20
 CHUNK_BYTES = 16 << 20
@@ -145,6 +147,8 @@ class TensorReader:
             wait(reading)
 
     def _read_tensor(self, ref: TensorRef, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        import torch  # not before somebody wants a tensor: bytes alone need none of its seconds
+
         try:
             tensor = torch.empty(shape, dtype=torch_dtype(ref.dtype))
         except FormatError as error:

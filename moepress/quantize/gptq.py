@@ -45,8 +45,8 @@ from moepress.quantize.gptq_batched import (
 from moepress.quantize.gptq_kernel import round_block
 from moepress.quantize.grid import Grid, QuantizedWeight, usable_scales
 from moepress.quantize.polish import move_codes_compiled, polish
-from moepress.quantize.rounding_kernel import group_peaks
-from moepress.quantize.rtn import Scale, measure, refuse_not_finite, rtn
+from moepress.quantize.rounding_kernel import group_peaks, refuse_not_finite
+from moepress.quantize.rtn import Scale, measure, rtn
 from moepress.quantize.scale_search import search_scales
 from moepress.quantize.side_by_side import side_by_side
 

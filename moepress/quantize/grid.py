@@ -21,11 +21,13 @@ Codes are kept as int8, one code a byte, until they are packed. All of it is che
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from moepress.errors import QuantizeError
 from moepress.quantize.fidelity import Fidelity
+
+if TYPE_CHECKING:
+    import torch
 
 GROUP_SIZES = (32, 64, 128, -1)
 """Group sizes that servers have kernels for; −1 is one group per row."""
@@ -139,6 +141,8 @@ def usable_scales(scales: torch.Tensor, *, ulps: int = 0) -> torch.Tensor:
     Returns:
         float32, the same shape, every value a positive normal BF16 number.
     """
+    import torch
+
     rounded = scales.to(torch.bfloat16)
     if ulps:
         rounded = (rounded.view(torch.int16) + ulps).view(torch.bfloat16)

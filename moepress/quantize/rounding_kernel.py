@@ -22,6 +22,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from moepress.errors import QuantizeError
 from moepress.quantize.compiled import kernel
 
 Floats = npt.NDArray[np.float32]
@@ -268,3 +269,12 @@ def measure_rows(w: Floats, codes: Codes, scales: Bf16Bits) -> tuple[float, floa
                 energy[j] += np.float64(x[j]) * np.float64(x[j])
                 worst[j] = max(worst[j], abs(d))
     return error.sum(), energy.sum(), float(worst.max())
+
+
+def refuse_not_finite(nans: int, infinities: int, count: int) -> None:
+    """Raise a ``QuantizeError`` that counts what is not finite, if anything is."""
+    if nans or infinities:
+        raise QuantizeError(
+            f"{nans:,} NaN and {infinities:,} infinite values among {count:,} weights",
+            hint="the source is damaged here: look for FP8 NaN bytes (0x7F, 0xFF) and infinite scales",
+        )

@@ -27,7 +27,15 @@ import torch
 from moepress.errors import QuantizeError
 from moepress.quantize.fidelity import Fidelity
 from moepress.quantize.grid import Grid, QuantizedWeight, dequantize, usable_scales
-from moepress.quantize.rounding_kernel import Bf16Bits, Codes, Floats, group_peaks, measure_rows, round_rows
+from moepress.quantize.rounding_kernel import (
+    Bf16Bits,
+    Codes,
+    Floats,
+    group_peaks,
+    measure_rows,
+    refuse_not_finite,
+    round_rows,
+)
 from moepress.quantize.scale_search import search_scales, search_scales_plain
 
 Scale = Literal["max", "mse"]
@@ -155,12 +163,3 @@ def measure(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
         energy = float(weight.double().square_().sum())
         return Fidelity(float(errors.double().square_().sum()), energy, float(errors.abs().max()))
     return Fidelity(*measure_rows(weight.numpy(), codes.numpy(), scales.view(torch.uint16).numpy()))
-
-
-def refuse_not_finite(nans: int, infinities: int, count: int) -> None:
-    """Raise a ``QuantizeError`` that counts what is not finite, if anything is."""
-    if nans or infinities:
-        raise QuantizeError(
-            f"{nans:,} NaN and {infinities:,} infinite values among {count:,} weights",
-            hint="the source is damaged here: look for FP8 NaN bytes (0x7F, 0xFF) and infinite scales",
-        )

@@ -16,11 +16,15 @@ source may itself have been rounded to BF16.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from moepress.quantize.grid import ZERO_GROUP_SCALE, Grid, usable_scales
 from moepress.quantize.rounding_kernel import Floats, Indices, Ints, search_groups
+
+if TYPE_CHECKING:
+    import torch
 
 _SPREAD = (0.9, 0.96, 1.02, 1.04, 1.09, 1.12, 1.15, 1.18, 1.21, 1.25, 1.3, 1.36, 1.43, 1.6)
 
@@ -92,6 +96,8 @@ def search_scales_plain(w: torch.Tensor, h: torch.Tensor, groups_per_row: int, g
     Returns:
         float32 [N] on ``w``'s device.
     """
+    import torch
+
     peaks = w.abs().amax(-1)
     columns = w.t().contiguous()
     importance = h.repeat(w.shape[0] // h.shape[0], 1).t().contiguous()
@@ -124,6 +130,8 @@ def _try_candidates(
     errors: torch.Tensor,
 ) -> None:
     """Improve ``scales`` and ``errors`` [n] in place; ``w`` and ``h`` are [width, n]."""
+    import torch
+
     for divisor, ulps in candidates:
         s = usable_scales(peaks / divisor, ulps=ulps)
         inverse = 1 / s
