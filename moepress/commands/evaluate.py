@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from moepress.commands.console import next_step, note, stdout, table
 from moepress.commands.contestants import Model, Serving, contestants
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from moepress.evaluate.run import Evaluated
     from moepress.recipe import Recipe
 
-_MARKS = {
+_MARKS = {"ACCEPT": "[green]✓[/green]", "REGRESSION": "[red]✗[/red]", "NOT ENOUGH DATA": "[yellow]?[/yellow]"}
+_WORDS = {
     "ACCEPT": "[green]ACCEPT[/green]",
     "REGRESSION": "[red]REGRESSION[/red]",
     "NOT ENOUGH DATA": "[yellow]NOT ENOUGH DATA[/yellow]",
 }
+_SIDES = {"source": "source", "candidate": "pressed"}
 _RESULT = {"ACCEPT": "pass", "REGRESSION": "fail", "NOT ENOUGH DATA": "not judged"}
 
 
@@ -230,47 +233,54 @@ def show(result: Evaluated, settings: Settings) -> None:
     scores = [row for row in result.rows if row.domain is None]
     if scores:
         _show_scores(scores)
-    for task, why in result.skipped.items():
-        stdout.print(f"[yellow]skipped[/yellow] {task}: {why}", soft_wrap=True)
     stdout.print()
+    for task, why in result.skipped.items():
+        stdout.print(f"[yellow]skipped[/yellow] [bold]{task}[/bold]: {why}", soft_wrap=True)
+    reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in result.rows:
         if row.verdict != "ACCEPT":
-            stdout.print(f"{_MARKS[row.verdict]} [bold]{row.task}[/bold] {row.metric}: {row.why}", soft_wrap=True)
+            reasons.setdefault((row.verdict, row.task, row.why), []).append(row.metric)
+    for (verdict, task, why), metrics in reasons.items():
+        about = f" ({'; '.join(metrics[:3])}{f'; {len(metrics) - 3} more' if len(metrics) > 3 else ''})"
+        stdout.print(f"{_WORDS[verdict]} [bold]{task}[/bold]{about}: {why}", soft_wrap=True)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in result.counts.items()) or "nothing was judged"
     asked, kept = result.requests["asked"], result.requests["from_cache"]
     stdout.print(
-        f"[bold]{_MARKS[result.verdict]}[/bold]: {counts} at {result.bounds.confidence:.0%} confidence; "
-        f"{asked:,} questions asked, {kept:,} answers were kept from before",
+        f"[bold]{_WORDS[result.verdict]}[/bold]: {counts}, at {result.bounds.confidence:.0%} confidence; "
+        f"{asked:,} questions asked, {kept:,} answers kept from before",
         soft_wrap=True,
     )
 
 
 def _show_fidelity(result: Evaluated) -> None:
     domains = result.sections["fidelity"]
-    kinds = {domain["kl_is"] for domain in domains.values()}
-    heading = "KL" if kinds == {"exact"} else "KL ≥"
-    rows = table(
-        "text", right=("tokens", f"{heading}, nats a token", "unseen", "same top token", "perplexity", "pressed")
-    )
+    exact = all(domain["kl_is"] == "exact" for domain in domains.values())
+    right = ("tokens", "KL" if exact else "KL ≥", *(() if exact else ("unseen",)), "same top token", "perplexity", "pressed")
+    rows = table("text", right=right)
     rows.add_column("")
     for name, domain in domains.items():
-        verdicts = {row.metric.split(",")[0]: row.verdict for row in result.rows if row.domain == name}
+        worst = _worst([row.verdict for row in result.rows if row.domain == name])
         rows.add_row(
             name,
             f"{domain['tokens']:,}",
-            f"{domain['kl']:.4f} {_span(domain['kl_interval'], 4)}",
-            "" if domain["kl_is"] == "exact" else f"{domain['unseen_mass']:.1%}",
-            f"{domain['top1_agreement']:.1%} {_span(domain['top1_interval'], 3)}",
-            f"{domain['source_perplexity']:.3f}",
-            f"{domain['candidate_perplexity']:.3f}",
-            _MARKS[_worst(list(verdicts.values()))],
+            f"{domain['kl']:.4f} ±{_half(domain['kl_interval']):.4f}",
+            *(() if exact else (f"{domain['unseen_mass']:.1%}",)),
+            f"{domain['top1_agreement']:.1%} ±{_half(domain['top1_interval']):.1%}",
+            f"{domain['source_perplexity']:.2f}",
+            f"{domain['candidate_perplexity']:.2f}",
+            _MARKS[worst],
         )
     stdout.print(rows)
-    if kinds != {"exact"}:
+    stdout.print("KL in nats a token, ± half an interval", highlight=False)
+    if not exact:
         stdout.print(
-            "KL ≥: a lower bound; unseen is the source's probability on tokens that the servers did not both name",
+            "KL ≥: a lower bound. unseen: the source's probability on tokens that not both servers named",
             soft_wrap=True,
         )
+
+
+def _half(interval: list[float]) -> float:
+    return (interval[1] - interval[0]) / 2
 
 
 def _worst(verdicts: list[Any]) -> str:
@@ -280,18 +290,15 @@ def _worst(verdicts: list[Any]) -> str:
 
 
 def _show_drift(drift: dict[str, Any], settings: Settings) -> None:
-    stdout.print(f"\n[bold]drift[/bold]: {drift['prompts']} greedy texts of {drift['tokens']} tokens, not judged")
-    rows = table("against the source", right=("parted", "half by token", "together, mean", "same tokens"))
+    stdout.print(f"\n[bold]drift[/bold]: {drift['prompts']} greedy texts of {drift['tokens']} tokens; not judged")
     steps = [step for step in (16, 64, 256, 1024) if step <= settings.drift_tokens]
-    for step in steps:
-        rows.add_column(f"together at {step}", justify="right")
-    for name, curve in (("pressed", drift["candidate"]), ("itself, again", drift["noise"])):
+    rows = table("source against", right=("parted", "half by", "same tokens", *(f"whole at {step}" for step in steps)))
+    for name, curve in (("itself, again", drift["noise"]), ("pressed", drift["candidate"])):
         if curve is not None:
             rows.add_row(
                 name,
                 f"{curve['diverged']} of {curve['pairs']}",
-                "–" if curve["median"] is None else str(curve["median"]),
-                f"{curve['restricted_mean']:.0f}",
+                "–" if curve["median"] is None else f"token {curve['median']}",
                 f"{curve['token_agreement']:.1%}",
                 *(f"{_at(curve, step):.0%}" for step in steps),
             )
@@ -308,7 +315,7 @@ def _at(curve: dict[str, Any], position: int) -> float:
 def _show_tool_calls(found: dict[str, Any]) -> None:
     stdout.print()
     steps = ("called", "json", "schema", "names", "correct")
-    rows = table("tool calls", "model", right=("cases", *steps))
+    rows = table("tool calls", "", right=("cases", *steps))
     for kind, calls in found.items():
         for side in ("source", "candidate"):
             shares = [f"{calls[side][step]:.1%}" for step in steps]
@@ -325,42 +332,33 @@ def _show_tool_calls(found: dict[str, Any]) -> None:
         stdout.print(rows)
 
 
-_SIDES = {"source": "source", "candidate": "pressed"}
-
-
 def _show_scores(scores: list[Row]) -> None:
     stdout.print()
-    rows = table(
-        "task", "figure", right=("n", "source", "pressed", "recovery", "difference", "bound", "McNemar p", "cut off")
-    )
+    cut = any(any(row.truncated) for row in scores)
+    rows = table("task", right=("n", "source", "pressed", "difference", "p", *(("cut off",) if cut else ())))
     rows.add_column("")
     for row in scores:
-        facts = row.as_json()
         percent = row.better == "higher"
+        span = f"[{100 * row.interval.low:+.1f}, {100 * row.interval.high:+.1f}]"
         rows.add_row(
             row.task,
-            row.metric,
             f"{row.samples:,}",
             _figure(row.source, percent),
             _figure(row.candidate, percent),
-            "" if facts["recovery"] is None else f"{facts['recovery']:.1%}",
-            f"{row.interval.value:+.2%} {_span([100 * row.interval.low, 100 * row.interval.high], 2)}",
-            f"{row.bound:+.1%}",
-            "" if row.test is None else f"{row.test.p:.3f} ({row.test.only_source}:{row.test.only_candidate})",
-            f"{row.truncated[0]} / {row.truncated[1]}",
+            f"{row.interval.value:+.1%} {escape(span)}",
+            "" if row.test is None else f"{row.test.p:.3f}",
+            *((f"{row.truncated[0]}, {row.truncated[1]}",) if cut else ()),
             _MARKS[row.verdict],
         )
     stdout.print(rows)
+    if any(row.test is not None for row in scores):
+        stdout.print("p: McNemar's exact test on the same prompts", highlight=False)
 
 
 def _figure(value: float | None, percent: bool) -> str:
     if value is None:
         return ""
-    return f"{value:.2%}" if percent else f"{value:.3f}"
-
-
-def _span(interval: list[float], digits: int) -> str:
-    return f"[{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]".replace("[", r"\[")
+    return f"{value:.1%}" if percent else f"{value:.3f}"
 
 
 def _next(result: Evaluated, out: Path, baseline: str) -> str:
@@ -369,7 +367,11 @@ def _next(result: Evaluated, out: Path, baseline: str) -> str:
         return f"moepress report {out}"
     if result.verdict == "REGRESSION":
         return f"moepress fidelity {out} --source {baseline}"
-    return f"moepress evaluate {out} --baseline {baseline} --windows 64"
+    short = {row.task for row in result.rows if row.verdict == "NOT ENOUGH DATA"}
+    again = f"moepress evaluate {out} --baseline {baseline}"
+    if "fidelity" in short:
+        return f"{again} --text prose=FILE --windows 64"
+    return f"{again} --bfcl bfcl_eval/data" if "tool calls" in short else f"{again} --tasks {','.join(sorted(short))}"
 
 
 def _named_files(words: list[str] | None, option: str) -> dict[str, Path]:
