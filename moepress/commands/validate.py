@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moepress.commands.console import duration, next_step, note, stdout, table
-from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
+from moepress.commands.options import AsJson, Overrides, print_json
 from moepress.commands.progress import Bar
 from moepress.errors import MoepressError, PlanRefused
 from moepress.results import REPORT_NAME, write_result
@@ -35,7 +35,7 @@ def validate(
         str | None,
         typer.Option(
             metavar="PATH",
-            help="Python with SGLang [default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python].",
+            help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python).",
         ),
     ] = None,
     container: Annotated[
@@ -47,17 +47,17 @@ def validate(
     cpu_lab: Annotated[
         bool, typer.Option("--cpu-lab", help="No GPU: kernels in plain torch. Judges loading and output, never speed.")
     ] = False,
-    tp: Annotated[int | None, typer.Option(min=1, help="GPUs that share the model [default: the recipe's].")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="GPUs that share the model (default: the recipe's).")] = None,
     kv_dtype: Annotated[str, typer.Option(metavar="auto|bf16|fp8", help="KV cache type of both servers.")] = "auto",
     concurrency: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once, each measured.")] = "1,8,32,64",
     rounds: Annotated[int, typer.Option(min=1, help="Times that speed is measured on each side.")] = 2,
     prompts: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, metavar="FILE", help=".jsonl or text [default: the shipped 16]."),
+        typer.Option(exists=True, dir_okay=False, metavar="FILE", help=".jsonl or text (default: the shipped 16)."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens of each prompt, compared with the reference.")] = 16,
     only: Annotated[
-        str | None, typer.Option(metavar="WHAT,…", help="Of loads, memory, speed, sanity [default: all].")
+        str | None, typer.Option(metavar="WHAT,…", help="Of loads, memory, speed, sanity (default: all).")
     ] = None,
     kv_integrity: Annotated[
         str | None,
@@ -66,22 +66,24 @@ def validate(
         ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Whose gates [default: OUT's own].")
+        str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Whose gates (default: OUT's own).")
     ] = None,
     overrides: Overrides = None,
     together: Annotated[
         bool | None,
-        typer.Option("--together/--in-turn", help="Both servers up at once [default: only with --cpu-lab]."),
+        typer.Option("--together/--in-turn", help="Both servers up at once (default: only with --cpu-lab)."),
     ] = None,
     flags: Annotated[
         str, typer.Option(metavar="'--FLAG …'", help="More flags for both servers, passed on as they are.")
     ] = "",
     work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="For logs [default: OUT/.moepress/validate].")
+        Path | None, typer.Option(metavar="DIR", help="For logs (default: OUT/.moepress/validate).")
     ] = None,
     boot_timeout: Annotated[float, typer.Option(min=10, metavar="SECONDS", help="For one boot.")] = 3600,
     strict: Annotated[bool, typer.Option("--strict", help="A gate that was not judged counts as failed.")] = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own Python code, here and in the servers.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Boot SGLang on OUT: does it load whole, fit, answer as its weights mean, and decode faster than SRC? Exit 1 if not."""
