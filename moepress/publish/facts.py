@@ -113,7 +113,7 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
     report, weights = output.report, output.recipe.weights
     fidelity, evaluate, validate = (output.found(name) for name in ("fidelity", "evaluate", "validate"))
     kv = kv_treatment(output)
-    elsewhere = replace(output, folder=Path(title), source=origin.repo or "SRC")
+    elsewhere = replace(output, folder=Path(title), source="SRC")
     group = f"groups of {weights.group_size}" if weights.group_size > 0 else "one scale a row"
     return CardFacts(
         title=title,
@@ -139,10 +139,10 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
         validate=validate,
         speed=speed_points(validate),
         memory=computed_memory(output, PLANNED_GPU) + measured_memory(validate),
-        kv=[text for text in kv.sentences if kv.scales or kv.evidence not in text],
+        kv=[text for text in kv.sentences if (kv.scales or kv.evidence not in text) and "validated server" not in text],
         kv_seen=kv.resolved,
         gates=[neutral.gate(gate) for gate in gates(elsewhere)],
-        commands=[(what, neutral(line)) for what, line in commands(elsewhere) if what != "This page"],
+        commands=_commands(elsewhere, origin, neutral),
         recipe_yaml=neutral(recipe_yaml(output.recipe)),
         shards=dict(report["shards"]),
         digest=output.digest,
@@ -180,6 +180,15 @@ DATASETS = {
     "mbpp": ("MBPP", "google-research-datasets/mbpp"),
 }
 """lm-eval's task to its name and its data set on the Hub."""
+
+
+def _commands(output: PressedOutput, origin: Origin, neutral: _Neutral) -> list[tuple[str, str]]:
+    """As they can be typed elsewhere: the source comes from the Hub, at the commit it was pressed from."""
+    found = [(what, neutral(line)) for what, line in commands(output) if what != "This page"]
+    if origin.repo:
+        commit = f"@{origin.commit}" if origin.commit else ""
+        found.insert(0, ("Fetch", f"moepress pull {origin.repo}{commit} SRC"))
+    return found
 
 
 def _calibration(output: PressedOutput) -> dict[str, Any] | None:
@@ -233,7 +242,7 @@ def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | N
     if lost:
         found.append(f"for {', '.join(dict.fromkeys(lost))}: they regressed beyond the recipe's bounds (table below)")
     tested = {row["task"] for row in rows}
-    if not any("tool" in task for task in tested):
+    if not (evaluate or {}).get("tool_calls"):
         found.append("for long runs with tools: tool calls were not evaluated, and small errors add up over turns")
     if not tested & {"humaneval", "mbpp"} and not any("code" in task for task in tested):
         found.append("for writing code without checking it: no coding task was scored")

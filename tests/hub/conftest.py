@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from tests.hub.local_hub import LocalHub
