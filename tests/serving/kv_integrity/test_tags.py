@@ -90,14 +90,14 @@ def test_decode_slots_inside_a_page_begin_nothing(pool: Pool) -> None:
 def test_the_tree_takes_over_only_what_the_record_vouches_for(pool: Pool) -> None:
     held = pool.tags.adopted(torch.tensor([3, 9]), torch.tensor([1, 0], dtype=torch.int32))
     assert held.tolist() == [1, 0], "page 9 was not in the request's record: nobody vouches for it"
-    pool.record.given_prefix(0, slots_of(3, 9))
+    pool.record.given_prefix(0, 8, slots_of(3, 9))
     report = pool.plugin.verify.verify_torch(pool.table, torch.tensor([0]), torch.tensor([1]), pool.record, 8)
     assert report[0, 0] == 0, "row 0 of the table does not name page 3"
 
 
 def test_a_row_that_moves_to_the_trees_pages_is_right_afterwards(pool: Pool) -> None:
     pool.record.moved_to_tree(2, 0, slots_of(9))
-    pool.record.given_prefix(1, slots_of(9))
+    pool.record.given_prefix(1, PAGE, slots_of(9))
     pool.table[1, :PAGE] = slots_of(9).to(torch.int32)
     pool.record.moved_to_tree(1, 0, slots_of(9))
     assert pool.wrong() == [False, False]
@@ -113,6 +113,11 @@ def test_pages_freed_under_the_tree_and_pages_that_the_tree_lost(pool: Pool) -> 
     assert pool.tags.events.tolist() == [0, 0, 1, 0]
     pool.tags.disowned(torch.tensor([9]))
     assert pool.tags.events.tolist() == [0, 0, 1, 1]
+
+
+def test_a_prefix_that_nobody_saw_the_tree_name_is_never_right(pool: Pool) -> None:
+    pool.record.given_prefix(1, 8, None)
+    assert pool.wrong() == [True, False]
 
 
 def test_a_chunk_that_goes_on_in_another_page_is_never_right(pool: Pool) -> None:

@@ -104,7 +104,7 @@ def allocate_for_extend(original, batch):
     begin = 0
     for req, row, is_new, start, count in zip(batch.reqs, rows, new, batch.prefix_lens, batch.extend_lens, strict=True):
         if is_new and start:
-            watch.record.given_prefix(row, getattr(req, _PREFIX)[:start])
+            watch.record.given_prefix(row, start, getattr(req, _PREFIX, None))
         watch.record.given_extend(row, start, slots[begin : begin + count])
         begin += count
         if is_new:

@@ -31,9 +31,17 @@ class RowRecord:
         columns = -(-context // tags.page_size)
         self.expected = torch.full((rows, columns), NOBODY, dtype=torch.int64, device=tags.device)
 
-    def given_prefix(self, row: int, slots: torch.Tensor) -> None:
-        """A new request starts on pages of the tree. `slots` int64 [n]: the tree's slots, from position 0."""
-        pages = slots[:: self.tags.page_size] // self.tags.page_size
+    def given_prefix(self, row: int, length: int, slots: torch.Tensor | None) -> None:
+        """A new request starts on `length` tokens of the tree.
+
+        `slots` int64 [>= length]: the tree's slots from position 0; None when nobody saw the tree name them, and then no
+        page will do.
+        """
+        size = self.tags.page_size
+        if slots is None:
+            self.expected[row, : -(-length // size)] = NOBODY
+            return
+        pages = slots[:length:size] // size
         self.expected[row, : pages.numel()] = self.tags.pack(pages, self.tags.tree[pages])
 
     def given_extend(self, row: int, start: int, slots: torch.Tensor) -> None:
