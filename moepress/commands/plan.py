@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import next_step, stdout, table, warnings
+from moepress.commands.console import duration, next_step, stdout, table, warnings
 from moepress.commands.options import (
     AsJson,
     Overrides,
@@ -20,6 +20,7 @@ from moepress.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from moepress.convert.machines import PaperTime
     from moepress.convert.outlook import Outlook
 
 
@@ -35,6 +36,14 @@ def plan(
         float, typer.Option(min=0.05, max=1, help="Share of it the server may use (SGLang: --mem-fraction-static).")
     ] = 0.88,
     kv_dtype: Annotated[str, typer.Option(metavar="bf16|fp8", help="KV cache type.")] = "fp8",
+    machines: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--on",
+            metavar="MACHINE",
+            help="Time on a machine that is not here, on paper; may be repeated: cpu64, h200, h200x8, 4xh200x8.",
+        ),
+    ] = None,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -53,6 +62,7 @@ def plan(
         kv_dtype=kv_dtype,
         threads=threads,
         trust_remote_code=trust_remote_code,
+        machines=machines or (),
     )
     if as_json:
         print_json(result.as_json())
@@ -74,3 +84,23 @@ def show(result: Outlook) -> None:
     stdout.print(rows)
     for line in result.lines():
         stdout.print(line, soft_wrap=True)
+    if result.paper:
+        show_paper(result.paper)
+
+
+def show_paper(times: tuple[PaperTime, ...]) -> None:
+    """Times on machines that are not here: arithmetic, and said to be."""
+    from moepress.convert.machines import MACHINES
+
+    names = list(dict.fromkeys(name for each in times for name in each.stages))
+    rows = table("on paper", right=(*names, "in turn", "floor"))
+    for each in times:
+        figures = [duration(each.stages[name]) if name in each.stages else "" for name in names]
+        rows.add_row(
+            MACHINES[each.machine].title, *figures, duration(each.in_turn), f"{duration(each.floor)}, {each.bound_by}"
+        )
+    stdout.print()
+    stdout.print(rows)
+    stdout.print(
+        "in turn: one stage after the other, as convert works now; floor: its busiest resource alone. Not measured."
+    )
