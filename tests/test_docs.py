@@ -15,7 +15,12 @@ from moepress.recipe import load_recipe
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 COMMAND = re.compile(r"^ {4}(?:\$ )?(moepress .+)$", re.MULTILINE)
-FOUND = [(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in COMMAND.findall(page.read_text())]
+CONTINUED = re.compile(r" \\\n\s+")
+FOUND = [
+    (page.relative_to(ROOT).as_posix(), line)
+    for page in PAGES
+    for line in COMMAND.findall(CONTINUED.sub(" ", page.read_text()))
+]
 
 
 def test_there_are_commands_to_check() -> None:
