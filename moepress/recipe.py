@@ -192,7 +192,7 @@ class KvCache(Section):
         2.0, ge=1, le=64, description="values so many times larger than any in the calibration text still fit"
     )
     samples: int = Field(
-        8, ge=1, description="calibration samples on which errors are measured; the largest value is that of all"
+        4, ge=1, description="samples on which errors are measured, in whole batches; the largest value is that of all"
     )
 
 

@@ -28,14 +28,16 @@ fifteen binades that h = 2 takes from the other end.
 
 Per layer and candidate: the shares of values that clip or fall below the normal range, the relative error of what is
 stored, √(Σ(q(x) − x)² / Σx²), and that of the attention block's output. amax, and the shares at 1.0, are over all real
-tokens; errors and the other shares over the first few samples. So attention runs once over everything and once more
-per candidate over a few samples. Which scales to write, and where, is the runtime contract's question.
+tokens; errors and the other shares over the first few samples. So attention runs once over everything (beyond the few
+samples a call ends as soon as its cache is filled) and once more per candidate over the few. Which scales to write, and
+where, is the runtime contract's question.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -114,12 +116,16 @@ class _Counts:
 
     def compare(self, magnitude: torch.Tensor, scale: float) -> None:
         """Adds what storing these magnitudes does to them."""
-        self.wrong += float((store_e4m3(magnitude, scale) - magnitude).double().square().sum())
-        self.energy += float(magnitude.double().square().sum())
+        self.wrong += float((store_e4m3(magnitude, scale) - magnitude).square_().sum(dtype=torch.float64))
+        self.energy += float(magnitude.square().sum(dtype=torch.float64))
 
     def share(self, scale: float) -> StoredShare:
         error = math.sqrt(self.wrong / self.energy) if self.energy else 0.0
         return StoredShare(scale, self.clipped / self.total, self.below / self.total, error)
+
+
+class _SeenEnough(Exception):
+    """Ends an attention call once its cache has been given what it stores: only the largest value was wanted."""
 
 
 class CacheProbe:
@@ -141,6 +147,7 @@ class CacheProbe:
         self._view = view
         self._rope_dim = rope_dim
         self._real: torch.Tensor | None = None
+        self._then_stop = False
         self._scales: Mapping[str, float] | None = None
         self._counts: dict[str, _Counts] = {}
         self._hook: RemovableHandle | None = None
@@ -148,13 +155,18 @@ class CacheProbe:
             norm = layer.get_submodule("self_attn.kv_a_layernorm")
             self._hook = norm.register_forward_hook(lambda _module, _inputs, output: self._pass("latent", output))
 
-    def observe(self, real: torch.Tensor) -> None:
-        """Let the next call's values through as they are. real: [b, S] bool, which positions are tokens."""
-        self._real, self._scales = real, None
+    def observe(self, real: torch.Tensor, *, then_stop: bool = False) -> None:
+        """Let the next call's values through as they are.
+
+        Args:
+            real: [b, S] bool, which positions are tokens.
+            then_stop: end the call with `_SeenEnough` before attention itself, which nobody wants.
+        """
+        self._real, self._scales, self._then_stop = real, None, then_stop
 
     def store(self, real: torch.Tensor, scales: Mapping[str, float], counts: dict[str, _Counts]) -> None:
         """Store the next call's values as FP8 at these scales, and count into `counts`."""
-        self._real, self._scales, self._counts = real, scales, counts
+        self._real, self._scales, self._counts, self._then_stop = real, scales, counts, False
 
     def detach(self) -> None:
         """Leave the layer as it was."""
@@ -166,6 +178,12 @@ class CacheProbe:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """transformers' cache interface: what attention would store, [b, heads, S, columns] each."""
         del layer_idx
+        passed = self._store_both(first, second)
+        if self._then_stop:
+            raise _SeenEnough
+        return passed
+
+    def _store_both(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._view == "key_value":
             return self._pass("k", first), self._pass("v", second)
         if self._view == "latent":  # the hook on the norm has seen the latent
@@ -206,6 +224,7 @@ def measure_cache(
     *,
     headroom: float = 1.0,
     samples: int | None = None,
+    candidates: Sequence[str] | None = None,
     choose: Choose | None = None,
 ) -> LayerCache:
     """Measure one layer; to be called before ``layer.dense_part``, which replaces the layer's inputs.
@@ -215,6 +234,7 @@ def measure_cache(
         stream: the layer's inputs; only read.
         headroom: how many times larger than amax a value may be.
         samples: on how many samples errors are measured, rounded up to whole batches; None = all.
+        candidates: which to measure; None = all.
         choose: makes one more candidate, ``chosen``.
 
     Raises:
@@ -224,10 +244,10 @@ def measure_cache(
     few = _Few(layer, stream, probe)
     try:
         for start, stop in layer.batches(stream):
-            probe.observe(stream.real(start, stop))
-            exact = layer.attention(stream, start, stop, probe)
-            if samples is None or start < samples:
-                few.keep(start, stop, exact)
+            measured = samples is None or start < samples
+            probe.observe(stream.real(start, stop), then_stop=not measured)
+            with suppress(_SeenEnough):
+                few.keep(start, stop, layer.attention(stream, start, stop, probe))
         for name, largest in probe.amax.items():
             if not 0 < largest < math.inf:
                 raise QuantizeError(
@@ -235,13 +255,16 @@ def measure_cache(
                     hint="--set kv_cache.scales=none converts without KV scales",
                 )
         for candidate, scales in candidate_scales(probe.amax, headroom).items():
-            few.store(candidate, scales)
+            if candidates is None or candidate in candidates:
+                few.store(candidate, scales)
         if choose is not None:
             few.store("chosen", choose(probe.amax, few.shares))
     finally:
         probe.detach()
     for name, seen in probe.seen.items():  # what clips at 1.0 may be rare: counted over everything
-        everywhere, unit = seen.share(1.0), few.shares["unit"]
+        everywhere, unit = seen.share(1.0), few.shares.get("unit", {})
+        if name not in unit:
+            continue
         unit[name] = replace(unit[name], clipped=everywhere.clipped, below_normal=everywhere.below_normal)
     return LayerCache(layer.index, dict(probe.amax), few.shares, few.errors)
 

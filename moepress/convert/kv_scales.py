@@ -118,7 +118,10 @@ class KvScales:
         def choose(amax: Mapping[str, float], shares: Mapping[str, Mapping[str, StoredShare]]) -> dict[str, float]:
             return choose_scales(kv, wish.headroom, amax, shares, reasons)
 
-        measured = measure_cache(layer, stream, headroom=wish.headroom, samples=wish.samples, choose=choose)
+        wanted = ("unit", "power_of_two" if kv.emission == "folded" else "calibrated")
+        measured = measure_cache(
+            layer, stream, headroom=wish.headroom, samples=wish.samples, candidates=wanted, choose=choose
+        )
         found = _layer_scales(measured, reasons)
         self._folder.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self._path(layer.index), {"plan_key": self.plan.key, **asdict(found)})
@@ -214,7 +217,7 @@ def choose_scales(
         plan: how they are handed over, and what cannot be folded.
         headroom: of the recipe.
         amax: cached tensor -> largest magnitude.
-        shares: candidate -> cached tensor -> how it is stored; ``unit``, ``calibrated`` and ``power_of_two`` are read.
+        shares: candidate -> cached tensor -> how it is stored; ``unit`` is read, and ``calibrated`` or ``power_of_two``.
         reasons: filled, per cached tensor.
     """
     chosen = {}
@@ -226,10 +229,11 @@ def choose_scales(
 def _choose(
     plan: KvPlan, headroom: float, name: str, largest: float, shares: Mapping[str, Mapping[str, StoredShare]]
 ) -> tuple[float, str]:
-    unit, folded = shares["unit"][name], shares["power_of_two"][name]
+    unit = shares["unit"][name]
     span = f"{headroom:g} × {largest:.4g}"
     if plan.emission == "checkpoint":
         return float(np.float32(shares["calibrated"][name].scale)), f"{span} / {LARGEST:g}"
+    folded = shares["power_of_two"][name]
     if folded.scale > 1:
         why = f"{span} does not fit {LARGEST:g}"
     elif folded.scale < 1 and folded.error < WORTH_IT * unit.error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,29 @@ def test_errors_and_shares_follow_the_scale(tmp_path: Path) -> None:
         for candidate, shares in layer.shares.items():
             assert all(share.clipped == 0 for share in shares.values()), candidate
             assert 0 < layer.attention_error[candidate] < 0.1
+
+
+@pytest.mark.parametrize("key", ["glm4_moe", "deepseek_v3", "glm_moe_dsa"])
+def test_few_samples_see_the_same_largest_value_and_clips(key: str, tmp_path: Path) -> None:
+    """Errors are of the first samples; amax, and shares at 1.0, of all, though those calls end when their cache is full."""
+    config, model = whole_model(key)
+    with Scratch(tmp_path, memory_bytes=1 << 30) as scratch:
+        settings = replace(SETTINGS, batch_size=1)
+        streamed = StreamedModel(config, published(key, model), scratch, settings)
+        stream = streamed.embed(tokens())
+        with streamed.open_layer(0) as layer:
+            everything = measure_cache(layer, stream)
+            few = measure_cache(layer, stream, samples=1, candidates=["unit"])
+            again = measure_cache(layer, stream)
+    assert few.amax == everything.amax
+    assert set(few.shares) == {"unit"}
+    for name, share in few.shares["unit"].items():
+        assert (share.clipped, share.below_normal) == (
+            everything.shares["unit"][name].clipped,
+            everything.shares["unit"][name].below_normal,
+        )
+    assert few.attention_error["unit"] != everything.attention_error["unit"]
+    assert again == everything
 
 
 def test_padding_is_not_measured(tmp_path: Path) -> None:
