@@ -6,18 +6,24 @@ quantized experts become the map of errors: layer → projection → relative er
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moepress.convert.journal import STATE_FOLDER, read_json
+from moepress.errors import ConvertError
 from moepress.formats.families import Family, classify
+
+PUBLISHED_RECEIPTS = "moepress_receipts.json.gz"
+"""All receipts in one, beside published weights: ``{"report_sha256": …, "receipts": {shard: receipt}}``."""
 
 ErrorMap = dict[int, dict[str, list[float]]]
 
 
 def weight_records(out: Path) -> dict[str, dict[str, Any]]:
-    """Every weight's record, by its name in the source; empty where the state folder is gone (a published copy).
+    """Every weight's record, by its name in the source; of a published copy from its one file of receipts, empty without.
 
     Raises:
         ConvertError: a receipt is not readable.
@@ -25,7 +31,25 @@ def weight_records(out: Path) -> dict[str, dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     for path in sorted((out / STATE_FOLDER / "receipts").glob("*.json")):
         records |= read_json(path)["weights"]
+    if not records:
+        for receipt in published_receipts(out).values():
+            records |= receipt["weights"]
     return records
+
+
+def published_receipts(out: Path) -> dict[str, dict[str, Any]]:
+    """Receipts by shard of a published copy (`PUBLISHED_RECEIPTS`); empty in a folder that is none.
+
+    Raises:
+        ConvertError: the file is not readable.
+    """
+    path = out / PUBLISHED_RECEIPTS
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(gzip.decompress(path.read_bytes()))["receipts"])
+    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+        raise ConvertError(f"cannot be read: {error!r}", where=str(path), hint="download it again") from error
 
 
 def expert_errors(records: Mapping[str, Mapping[str, Any]], family: Family, config: Mapping[str, Any]) -> ErrorMap:

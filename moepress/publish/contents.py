@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moepress.convert.journal import STATE_FOLDER
+from moepress.convert.receipts import PUBLISHED_RECEIPTS
 from moepress.errors import MoepressError
 from moepress.formats.atomic import atomic_file, write_all
 from moepress.formats.shard_index import INDEX_NAME, list_some
@@ -30,7 +31,6 @@ from moepress.recipe import MAX_SHARD_BYTES
 from moepress.results import REPORT_NAME
 
 CARD_NAME = "README.md"
-RECEIPTS_NAME = "moepress_receipts.json.gz"
 STAGING = Path(STATE_FOLDER) / "publish"
 NOT_SENT = frozenset((".gitattributes", CARD_NAME))
 """Side files of the source that are not sent as they are: the Hub makes the first, the card replaces the second."""
@@ -77,11 +77,11 @@ def stage(publishable: Publishable, card: str) -> Contents:
     own = out / STAGING / "own"
     own.mkdir(parents=True, exist_ok=True)
     _write(own / CARD_NAME, card.encode())
-    _write(own / RECEIPTS_NAME, receipts_bytes(publishable))
+    _write(own / PUBLISHED_RECEIPTS, receipts_bytes(publishable))
     side = [name for name in report["side_files"] if name not in NOT_SENT]
     paths = {name: out / name for name in (*report["shards"], *side, CONFIG_NAME, INDEX_NAME, REPORT_NAME)}
     _refuse_strangers(out, {*paths, *report["side_files"]})
-    paths |= {CARD_NAME: own / CARD_NAME, RECEIPTS_NAME: own / RECEIPTS_NAME}
+    paths |= {CARD_NAME: own / CARD_NAME, PUBLISHED_RECEIPTS: own / PUBLISHED_RECEIPTS}
     files = {name: _sent(name, paths[name], report["shards"].get(name)) for name in sorted(paths)}
     folder = out / STAGING / "files"
     shutil.rmtree(folder, ignore_errors=True)

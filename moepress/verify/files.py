@@ -11,6 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from moepress.convert.receipts import PUBLISHED_RECEIPTS, published_receipts
+from moepress.errors import ConvertError
 from moepress.verify.findings import Findings
 
 INDEX = "model.safetensors.index.json"
@@ -99,13 +101,21 @@ def check_checksums(output: OutputFiles, shard: str, findings: Findings) -> None
 
 
 def check_side_files(output: OutputFiles, source: Path, names: tuple[str, ...], findings: Findings) -> None:
-    """Every side file of the source is there, byte for byte, and nothing else is."""
+    """Every side file of the source is there, byte for byte, and nothing else is.
+
+    In a published copy the card stands where the source's README was, and the Hub's .gitattributes where its own was.
+    """
+    published = (output.folder / PUBLISHED_RECEIPTS).exists()
+    replaced = {"README.md", ".gitattributes"} if published else set()
     for name in names:
+        if name in replaced:
+            continue
         if not (output.folder / name).is_file():
             findings.problem(name, "a side file of the source that the output lacks")
         elif not filecmp.cmp(source / name, output.folder / name, shallow=False):
             findings.problem(name, "differs from the source's")
-    known = {*names, *output.shards, "config.json", INDEX, REPORT}
+    known = {*names, *output.shards, "config.json", INDEX, REPORT} | replaced
+    known |= {PUBLISHED_RECEIPTS} if published else set()
     for path in sorted(output.folder.rglob("*")):
         relative = path.relative_to(output.folder).as_posix()
         if path.is_file() and relative not in known and not relative.startswith(f"{STATE}/"):
@@ -113,10 +123,14 @@ def check_side_files(output: OutputFiles, source: Path, names: tuple[str, ...], 
 
 
 def _receipts(folder: Path, findings: Findings) -> dict[str, dict[str, Any]]:
-    """Receipts by shard; none in a folder that was downloaded without its state."""
+    """Receipts by shard: the state folder's, or those published with the weights; none where neither is there."""
     state = folder / STATE
-    if not state.is_dir():
-        return {}
+    if not state.is_dir() or (folder / PUBLISHED_RECEIPTS).exists():
+        try:
+            return published_receipts(folder)
+        except ConvertError as error:
+            findings.problem(PUBLISHED_RECEIPTS, error.what)
+            return {}
     plan = _json(state / "plan.json", findings) or {}
     receipts = {}
     for shard in plan.get("shards", []):

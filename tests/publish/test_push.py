@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 
+from moepress.convert.receipts import weight_records
 from moepress.errors import HubError, MoepressError, VerifyFailed
+from moepress.hub.address import Address
 from moepress.hub.connection import connect
+from moepress.hub.pulling import pull
+from moepress.hub.reading import open_hub_checkpoint
 from moepress.publish.card import make_card
-from moepress.publish.contents import CARD_NAME, RECEIPTS_NAME, Contents, stage
+from moepress.publish.contents import CARD_NAME, PUBLISHED_RECEIPTS, Contents, stage
 from moepress.publish.gate import check_publishable
 from moepress.publish.push import Published, look, push
 from moepress.report.output import read_pressed_output
+from moepress.verify.run import verify
 from tests.hub.local_hub import Fault, LocalHub
 from tests.hub.local_hub import repositories as storage
 from tests.hub.local_hub.repositories import Stored
@@ -48,7 +53,9 @@ def test_a_new_repository_holds_just_what_was_sent(hub: LocalHub, out: Path) -> 
     result = publish(out, tell=said.append)
     assert result.merged
     assert on_main(hub) == sent(contents_of(out))
-    assert {CARD_NAME, RECEIPTS_NAME, "moepress_report.json", "LICENSE", "tokenization_tiny.py"} <= on_main(hub).keys()
+    assert {CARD_NAME, PUBLISHED_RECEIPTS, "moepress_report.json", "LICENSE", "tokenization_tiny.py"} <= on_main(
+        hub
+    ).keys()
     repository = hub.repositories[REPO]
     assert repository.private
     assert [ref for ref, _ in repository.messages if ref == "refs/heads/main"] == ["refs/heads/main"] * 2
@@ -65,6 +72,16 @@ def test_publishing_again_sends_nothing(hub: LocalHub, out: Path) -> None:
     assert again.merged
     assert {line.method for line in hub.log[before:]} <= {"GET", "POST"}
     assert [line.path for line in hub.log[before:] if line.method == "POST"] == ["/api/validate-yaml"]
+
+
+def test_a_published_copy_is_pulled_and_verified_with_its_receipts(
+    hub: LocalHub, out: Path, pressed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    publish(out)
+    checkpoint, snapshot = open_hub_checkpoint(Address(REPO))
+    pull(checkpoint, snapshot, tmp_path / "copy")
+    assert not verify(tmp_path / "copy", pressed[0]).problems
+    assert weight_records(tmp_path / "copy") == weight_records(out)
 
 
 CUTS = {
@@ -296,8 +313,8 @@ def test_a_file_of_50_gb_is_refused_before_anything_is_sent(out: Path, monkeypat
 def test_receipts_travel_without_times_and_places(out: Path) -> None:
     import gzip
 
-    data = json.loads(gzip.decompress(contents_of(out).files[RECEIPTS_NAME].path.read_bytes()))
+    data = json.loads(gzip.decompress(contents_of(out).files[PUBLISHED_RECEIPTS].path.read_bytes()))
     assert data["receipts"].keys() == {path.name for path in out.glob("*.safetensors")}
     assert "seconds" not in next(iter(data["receipts"].values()))
     assert "/" not in json.dumps(data).replace("I/O", "")
-    assert contents_of(out).files[RECEIPTS_NAME].sha256 == contents_of(out).files[RECEIPTS_NAME].sha256
+    assert contents_of(out).files[PUBLISHED_RECEIPTS].sha256 == contents_of(out).files[PUBLISHED_RECEIPTS].sha256
