@@ -34,6 +34,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from moepress.calibration.attention import register
 from moepress.errors import CheckpointError
 from moepress.formats.families import Family, text_config
 
@@ -155,7 +156,7 @@ def decoder_config(family: Family, config: Mapping[str, Any]) -> PreTrainedConfi
     made: PreTrainedConfig = CONFIG_MAPPING[classes.model_type].from_dict({**fields, "model_type": classes.model_type})
     if made.hidden_act != "silu":
         raise CheckpointError(f"hidden_act {made.hidden_act!r}: the experts' forward pass here is SwiGLU, with silu")
-    made._attn_implementation = "sdpa"  # S × S scores are never held for all heads at once
+    made._attn_implementation = register()  # S × S scores are never held for all heads at once
     made.use_cache = False
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,8 @@ class ConvertProgress(Bar):
     def begin(self, plan: ConversionPlan, bytes_done: int) -> None:
         if not self._quiet:
             warnings(plan.warnings)
+            if plan.recipe.calibrated and plan.recipe.engine == "moepress" and Path(plan.source).is_dir():
+                _tell_calibration_cost(plan)
         self.start("pressing", plan.source_bytes, bytes_done)
 
     def unit(self, label: str) -> None:
@@ -99,6 +102,17 @@ class ConvertProgress(Bar):
 
     def unit_done(self, receipt: dict[str, Any]) -> None:
         pass
+
+
+def _tell_calibration_cost(plan: ConversionPlan) -> None:
+    from moepress.calibration.memory import available_memory
+    from moepress.convert.calibration_cost import calibration_cost, timed
+    from moepress.formats.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(plan.source)
+    cost = calibration_cost(checkpoint.config, plan.recipe, available=available_memory())
+    for line in timed(cost, checkpoint, plan).lines():
+        stderr.print(line, soft_wrap=True)
 
 
 class VerifyProgress(Bar):

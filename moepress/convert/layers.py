@@ -33,6 +33,7 @@ from moepress.calibration.statistics import PooledMoments, pooled_moments
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
 from moepress.calibration.weights import WeightSource
+from moepress.convert.calibration_cost import block_bytes, inner_size
 from moepress.convert.decide import EXPERTS_NORM
 from moepress.convert.executor import Executor
 from moepress.convert.expert_block import LayerInputs, PressedBlock
@@ -48,7 +49,6 @@ from moepress.formats.families import expert_count, text_config
 from moepress.formats.int4 import unpack_int4
 from moepress.quantize.awq import smoothed_hessian
 from moepress.quantize.grid import Grid, dequantize
-from moepress.recipe import Recipe
 
 
 class CalibratedLayers:
@@ -209,7 +209,7 @@ def run_settings(checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = 
     return RunSettings(
         batch_size=recipe.calibration.batch_size,
         device=device,
-        expert_bytes=block_bytes(recipe, int(text["hidden_size"]), _inner(text), expert_count(text)),
+        expert_bytes=block_bytes(recipe, int(text["hidden_size"]), inner_size(text), expert_count(text)),
     )
 
 
@@ -238,24 +238,3 @@ def read_back(out: Path, plan: ConversionPlan, layer: int, experts: range) -> Ex
             gate_up.append(torch.cat([load(expert, "gate_proj"), load(expert, "up_proj")]))
             down.append(load(expert, "down_proj"))
     return ExpertBlock(experts.start, torch.stack(gate_up), torch.stack(down))
-
-
-def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int) -> int:
-    """Bytes of decoded experts in a block, such that they, their Hessians, cross terms and targets fit the recipe's memory.
-
-    Per expert and matrix pair, float32: weights, target and quantized values 3 × 3·I·C; gram and cross 2 × C² (gate and up),
-    then 2 × I² (down); and one more C² each while they are factored.
-    """
-    weights = 4 * 3 * inner * hidden
-    if "gptq" not in recipe.weights.algorithm:
-        each = 4 * weights + 4 * 2 * inner**2
-    else:
-        each = 3 * weights + 4 * 2 * max(hidden, inner) ** 2
-    working = 4 * 4 * max(hidden, inner) ** 2
-    fitting = max(1, int((recipe.calibration.memory - working) // each))
-    return min(fitting, experts) * weights
-
-
-def _inner(text: Any) -> int:
-    """Columns of an expert's down_proj; MiniMax calls it ``intermediate_size``."""
-    return int(text.get("moe_intermediate_size") or text["intermediate_size"])

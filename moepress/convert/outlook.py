@@ -7,13 +7,17 @@ Two kinds of source: a checkpoint folder (everything, exact to the byte, with di
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moepress.calibration.memory import available_memory
+from moepress.convert.calibration_cost import CalibrationCost, calibration_cost, timed
 from moepress.convert.estimate import DiskNeed, TimeEstimate, check_disk, disk_need, estimate_time
 from moepress.convert.journal import Journal
 from moepress.convert.kv_plan import reads_calibration_text
+from moepress.convert.machines import PaperTime, paper_time
 from moepress.convert.plan import ConversionPlan, check_parallel, make_plan, pressed_specs
 from moepress.convert.run import calibration_samples
 from moepress.errors import CheckpointError, PlanRefused
@@ -57,7 +61,9 @@ class Outlook:
     plan: ConversionPlan | None
     disk: DiskNeed | None
     time: TimeEstimate | None
+    calibration: CalibrationCost | None
     warnings: tuple[str, ...]
+    paper: tuple[PaperTime, ...] = ()
 
     def rows(self) -> list[tuple[str, int, int, bool]]:
         """Label, source, pressed, and whether these are bytes."""
@@ -89,10 +95,8 @@ class Outlook:
                 f"{self.time.press_rate / 1e9:.2f} GB/s, writing {self.time.write_rate / 1e9:.2f} GB/s; "
                 f"bound by {self.time.bound_by})"
             )
-            if self.plan is not None and self.plan.recipe.calibrated:
-                text.append(
-                    "that is for rounding and the disk alone: calibration comes on top, and is not estimated yet"
-                )
+        if self.calibration is not None:
+            text += self.calibration.lines()
         return text
 
     def as_json(self) -> dict[str, Any]:
@@ -106,6 +110,7 @@ class Outlook:
             "kv_dtype": self.kv_dtype,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "warnings": list(self.warnings),
+            "on_paper": [each.as_json() for each in self.paper],
         }
         if self.plan is not None:
             data["plan"] = self.plan.as_json()
@@ -113,6 +118,8 @@ class Outlook:
             data["disk"] = {"needed": self.disk.needed, "free": self.disk.free, "folder": str(self.disk.folder)}
         if self.time is not None:
             data["time"] = {**self.time.__dict__, "bound_by": self.time.bound_by}
+        if self.calibration is not None:
+            data["calibration"] = self.calibration.as_json()
         return data
 
 
@@ -126,6 +133,7 @@ def outlook(
     kv_dtype: str,
     threads: int | None = None,
     trust_remote_code: bool = False,
+    machines: Sequence[str] = (),
 ) -> Outlook:
     """Everything a conversion would need and give.
 
@@ -136,13 +144,14 @@ def outlook(
         memory_fraction: share of it for weights and KV cache.
         kv_dtype: ``bf16`` or ``fp8``.
         trust_remote_code: as in `convert`.
+        machines: names of `machines.MACHINES` to estimate the time for, on paper.
 
     Raises:
         CheckpointError, FormatError, PlanRefused: whatever would stop the conversion.
     """
     if kv_dtype not in ("bf16", "fp8"):
         raise PlanRefused(f"kv dtype {kv_dtype!r} is neither bf16 nor fp8", where="--kv-dtype")
-    plan, disk, time = None, None, None
+    plan, disk, time, checkpoint = None, None, None, None
     path = Path(source)
     if path.is_file():
         config = _config(path)
@@ -171,6 +180,11 @@ def outlook(
             time = estimate_time(plan, target, threads=threads)
         specs = expected_weights(config)
         source_bytes, pressed_bytes = plan.source_bytes, plan.output_bytes
+    cost = None
+    if recipe.calibrated and recipe.engine == "moepress":
+        cost = calibration_cost(config, recipe, available=available_memory())
+        if checkpoint is not None and plan is not None and time is not None:
+            cost = timed(cost, checkpoint, plan)
     ranks = recipe.serving.tensor_parallel
     per_token = kv_bytes_per_token(config, kv_dtype, tp=ranks)  # type: ignore[arg-type]
 
@@ -191,7 +205,9 @@ def outlook(
         plan=plan,
         disk=disk,
         time=time,
+        calibration=cost,
         warnings=warnings,
+        paper=tuple(paper_time(config, recipe, name) for name in machines),
     )
 
 

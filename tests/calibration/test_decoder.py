@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from moepress.calibration.attention import equal_widths_attention
 from moepress.calibration.decoder import DECODERS, decoder_classes, decoder_config, mtp_config
 from moepress.calibration.layer_fill import on_meta, settle_names
 from moepress.calibration.streamed_model import MTP_WEIGHTS
@@ -95,3 +96,18 @@ def test_the_published_configuration_is_left_as_it_was(tiny: Callable[[str], Tin
         config = copy.deepcopy(tiny(family).config)
         decoder_config(identify_family(config), config)
         assert config == tiny(family).config
+
+
+def test_values_narrower_than_keys_attend_as_they_do_alone() -> None:
+    """Causal, with a mask, and with fewer key heads: the padded call gives what plain products give."""
+    g = torch.Generator().manual_seed(0)
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 2
+    query = torch.randn(2, 4, 33, 24, generator=g)
+    key, value = torch.randn(2, 2, 33, 24, generator=g), torch.randn(2, 2, 33, 16, generator=g)
+    causal = torch.ones(33, 33, dtype=torch.bool).tril()
+    scores = (query @ key.repeat_interleave(2, 1).mT * 0.3).masked_fill(~causal, -torch.inf)
+    exact = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    for mask in (None, causal[None, None]):
+        out, _ = equal_widths_attention(module, query, key, value, mask, scaling=0.3)
+        torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-5)
