@@ -10,6 +10,16 @@ from __future__ import annotations
 import torch
 
 
+class _Rows:
+    """A buffer of the pool whose rows are dequantized as they are taken; the backend does nothing else with it."""
+
+    def __init__(self, buffer, scale, dtype):
+        self._buffer, self._scale, self._dtype = buffer, scale, dtype
+
+    def __getitem__(self, tokens):
+        return (self._buffer[tokens].float() * self._scale).to(self._dtype)
+
+
 class _ScaledPool:
     """The pool as one attention layer sees it: bfloat16 outside, e4m3 inside."""
 
@@ -29,10 +39,10 @@ class _ScaledPool:
             self._pool.set_kv_buffer(layer, loc, k.clone(), v.clone(), self._k, self._v)
 
     def get_key_buffer(self, layer_id):
-        return (self._pool.get_key_buffer(layer_id).float() * self._k).to(self._dtype)
+        return _Rows(self._pool.get_key_buffer(layer_id), self._k, self._dtype)
 
     def get_value_buffer(self, layer_id):
-        return (self._pool.get_value_buffer(layer_id).float() * self._v).to(self._dtype)
+        return _Rows(self._pool.get_value_buffer(layer_id), self._v, self._dtype)
 
 
 def _with_scales(original):
