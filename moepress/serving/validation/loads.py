@@ -6,7 +6,7 @@ although the checkpoint has some.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ def after_boot(found: Loads, checkpoint: Checkpoint, side: Side, inert: Iterable
         found.before,
         prove_load(checkpoint, reports, inert=inert),
         log=_log_problems(checkpoint, boot.log, inert),
-        unchanged=_between_boots(side.boots),
+        unchanged=_between_boots(side.boots, reports),
     )
 
 
@@ -112,8 +112,17 @@ def _log_problems(checkpoint: Checkpoint, log: ServerLog, inert: Iterable[str]) 
     return tuple(found)
 
 
-def _between_boots(boots: list[Boot]) -> tuple[Problem, ...] | None:
-    sums = [boot.checksums for boot in boots if boot.checksums is not None]
+def _between_boots(boots: Sequence[Boot], reports: Sequence[Mapping[str, Any]]) -> tuple[Problem, ...] | None:
+    """Parameters that nothing was loaded into (group indexes without activation order) hold whatever was in memory."""
+    empty = {name for report in reports for name, held in report["parameters"].items() if not held["filled"]}
+    sums = [
+        {
+            rank: {name: value for name, value in held.items() if name not in empty}
+            for rank, held in boot.checksums.items()
+        }
+        for boot in boots
+        if boot.checksums is not None
+    ]
     if len(sums) < 2:
         return None
     return tuple(problem for later in sums[1:] for problem in compare_checksums(sums[0], later))

@@ -56,7 +56,8 @@ def test_everything_used_is_no_problem(checkpoint: Checkpoint, tmp_path: Path) -
 
 
 def test_a_second_boot_that_holds_something_else(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    same = booted(checkpoint, tmp_path, sums=[{"a": "1"}, {"a": "1"}])
+    never_filled = [{"a": "1", "w13_weight_g_idx": "2"}, {"a": "1", "w13_weight_g_idx": "3"}]
+    same = booted(checkpoint, tmp_path, sums=never_filled)
     assert after_boot(before_boot(checkpoint, ()), checkpoint, same, ()).unchanged == ()
     other = booted(checkpoint, tmp_path, sums=[{"a": "1"}, {"a": "2"}])
     found = after_boot(before_boot(checkpoint, ()), checkpoint, other, ())
