@@ -113,7 +113,7 @@ class Weights(Section):
 class Calibration(Section):
     """The text that GPTQ and AWQ look at, and what they make of it. Without effect for rtn."""
 
-    text: str = Field("default", description="default (shipped), a .txt or .jsonl file, or hub:NAME of a dataset")
+    text: str = Field("default", description="default (shipped), a .txt or .jsonl file, hub:NAME[:SUBSET][@SPLIT] of a dataset")
     samples: int = Field(128, ge=1, description="samples")
     length: int = Field(512, ge=16, description="tokens a sample")
     seed: int = Field(0, description="order of documents and choice of windows")

@@ -121,28 +121,44 @@ def default_documents() -> list[Document]:
     return _text_documents(content, DEFAULT_SET)
 
 
-def hub_documents(name: str, *, split: str = "train", subset: str | None = None) -> Iterator[Document]:
-    """Documents of a dataset, streamed; rows need a ``text`` or a ``messages`` field.
+def hub_documents(address: str) -> Iterator[Document]:
+    """Documents of a dataset, streamed, so that no more is fetched than is used; rows need ``text`` or ``messages``.
 
     Args:
-        name: on the Hub, or a local folder of data files. Datasets that need code are refused by the library.
-        split, subset: as the library names them.
+        address: ``OWNER/NAME``, or a local folder of data files; then ``:SUBSET`` and ``@SPLIT``, where the dataset has
+            several. The split is ``train`` when none is named. Datasets that need code are refused by the library.
 
     Raises:
-        PlanRefused: the ``datasets`` library is missing, the dataset cannot be opened, or a row is not a document.
+        PlanRefused: the ``datasets`` library is missing, the dataset cannot be opened or read, or a row is not a document.
     """
+    name, subset, split = dataset_address(address)
     try:
         from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+        from httpx import HTTPError
     except ImportError as error:
         raise PlanRefused(
-            "calibration from a dataset needs the library `datasets`", hint="pip install datasets"
+            "calibration from a dataset needs the library `datasets`", where=address, hint="pip install datasets"
         ) from error
+    row = -1
     try:
-        rows = load_dataset(name, subset, split=split, streaming=True)
-    except (OSError, ValueError) as error:
-        raise PlanRefused(f"dataset cannot be opened: {error}", where=f"{name}, split {split}") from error
-    for number, row in enumerate(rows):
-        yield _document(row, f"{name}, split {split}, row {number}")
+        for row, fields in enumerate(load_dataset(name, subset, split=split, streaming=True)):
+            yield _document(fields, f"{name}, split {split}, row {row}")
+    except (OSError, ValueError, DatasetsError, HTTPError) as error:
+        raise PlanRefused(
+            f"the dataset cannot be {'opened' if row < 0 else f'read after row {row}'}: {error}",
+            where=f"{name}, split {split}" + (f", subset {subset}" if subset else ""),
+            hint="without a connection to the Hub, write its rows to a .jsonl file elsewhere and calibrate on that: "
+            "calibration.text=FILE.jsonl",
+        ) from error
+
+
+def dataset_address(address: str) -> tuple[str, str | None, str]:
+    """(name, subset or None, split) of ``NAME[:SUBSET][@SPLIT]``."""
+    folder, slash, last = address.rpartition("/")
+    last, _, split = last.partition("@")
+    last, _, subset = last.partition(":")
+    return folder + slash + last, subset or None, split or "train"
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:

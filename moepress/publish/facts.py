@@ -199,7 +199,9 @@ def _calibration(output: PressedOutput) -> dict[str, Any] | None:
     if text == "default":
         words = "the text that ships with moepress (English technical prose and Python)"
     elif text.startswith("hub:"):
-        words = f"[{text[4:]}](https://huggingface.co/datasets/{text[4:]})"
+        from moepress.calibration.text import dataset_address
+
+        words = f"[{text[4:]}](https://huggingface.co/datasets/{dataset_address(text[4:])[0]})"
     else:
         words = f"a file of the publisher's, `{Path(text).name}`"
     return {

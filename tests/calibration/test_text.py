@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from moepress.calibration.text import (
     CalibrationSet,
     Document,
+    dataset_address,
     default_documents,
     hub_documents,
     load_tokenizer,
@@ -25,6 +29,9 @@ WORDS = ["[UNK]", "[EOS]", *(f"w{index}" for index in range(30)), "user", "assis
 
 OWN_TOKENIZER = """
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from transformers import PreTrainedTokenizer
 
@@ -148,9 +155,54 @@ def test_the_default_set_is_there() -> None:
 
 def test_datasets_by_name(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"w{index}"}) + "\n" for index in range(5)))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
     assert [document.text for document in hub_documents(str(tmp_path))] == ["w0", "w1", "w2", "w3", "w4"]
-    with pytest.raises(PlanRefused, match="cannot be opened"):
-        list(hub_documents(str(tmp_path), split="nowhere"))
+    assert [document.text for document in hub_documents(f"{tmp_path}@test")] == ["held out"]
+    with pytest.raises(PlanRefused, match="cannot be opened") as caught:
+        list(hub_documents(f"{tmp_path}@nowhere"))
+    assert "split nowhere" in str(caught.value.where)
+
+
+def test_a_dataset_without_a_connection_says_what_to_do_instead() -> None:
+    """In a process that was told to stay offline: what a machine without the Hub sees."""
+    program = (
+        "from moepress.calibration.text import hub_documents\n"
+        "from moepress.errors import PlanRefused\n"
+        "try: next(iter(hub_documents('owner/not-here:part@train_sft')))\n"
+        "except PlanRefused as refused: print(refused)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert "cannot be opened" in done.stdout
+    assert "owner/not-here, split train_sft, subset part" in done.stdout
+    assert "FILE.jsonl" in done.stdout
+
+
+def test_datasets_missing_is_said_with_the_command_that_installs_it() -> None:
+    program = (
+        "import sys; sys.modules['datasets'] = None\n"
+        "from moepress.calibration.text import hub_documents\n"
+        "from moepress.errors import PlanRefused\n"
+        "try: next(iter(hub_documents('owner/name')))\n"
+        "except PlanRefused as refused: print(refused)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "needs the library `datasets`" in done.stdout
+    assert "pip install datasets" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("owner/name", ("owner/name", None, "train")),
+        ("owner/name@train_sft", ("owner/name", None, "train_sft")),
+        ("owner/name:en@test", ("owner/name", "en", "test")),
+        ("/a@b/c:d/name:en", ("/a@b/c:d/name", "en", "train")),
+        ("name", ("name", None, "train")),
+    ],
+)
+def test_dataset_addresses(address: str, parts: tuple[str, str | None, str]) -> None:
+    assert dataset_address(address) == parts
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moepress.calibration.text import text_digest
 from moepress.cli import app
+from moepress.convert.run import calibration_samples
 from moepress.errors import CheckpointError, PlanRefused
+from moepress.formats.checkpoint import open_checkpoint
 from moepress.verify.run import verify
 from tests.cases.rewritten import rewrite_tensors
-from tests.pressing import StopAfter, press, shard_bytes
+from tests.pressing import StopAfter, press, recipe_for, shard_bytes
 from tests.tiny_checkpoints import build
 
 pytestmark = pytest.mark.slow
@@ -162,3 +165,24 @@ def test_a_checkpoint_without_tokenizer_is_refused_before_work(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="tokenizer"):
         press(source.folder, tmp_path / "out", "kimi", "weights.algorithm=gptq")
     assert not (tmp_path / "out").exists()
+
+
+def test_conversations_of_a_dataset_go_through_the_models_template(tmp_path: Path) -> None:
+    """`hub:` on a folder of data files, as the Hub gives it: the same conversion as from the file itself."""
+    source = build("kimi", tmp_path / "src", mtp=0, layers=2)
+    (source.folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [{"messages": [{"role": "user", "content": f"question {i} " * 9}]} for i in range(12)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("weights.algorithm=awq", "calibration.samples=2", "calibration.length=16")
+    result = press(source.folder, tmp_path / "out", "kimi", *options, f"calibration.text=hub:{data}")
+    samples = calibration_samples(
+        open_checkpoint(source.folder), recipe_for("kimi", *options, f"calibration.text=hub:{data}")
+    )
+    assert result.report["calibration_sha256"] == samples.token_sha256
+    rendered = [f"<user>{row['messages'][0]['content']}" for row in rows[: samples.documents]]
+    assert samples.text_sha256 == text_digest(rendered)
+    assert verify(tmp_path / "out", source.folder).problems == ()
