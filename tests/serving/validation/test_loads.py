@@ -34,6 +34,7 @@ def booted(checkpoint: Checkpoint, work: Path, *, log: str = "", sums: list[dict
         for name, ref in checkpoint.tensors.items()
     }
     offered = {name: ["bfloat16", list(ref.shape)] for name, ref in checkpoint.tensors.items()}
+    parameters["w13_weight_g_idx"] = {"dtype": "int32", "shape": [8, 256], "filled": 0, "sources": []}
     report = {
         "model_class": "M",
         "offered": offered,
