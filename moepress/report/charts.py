@@ -203,6 +203,35 @@ def drift_chart(drift: Sequence[float]) -> str:
     return picture("drift", describes, draw, heights=(2.1, 2.1))
 
 
+def together_chart(drift: Mapping[str, Any]) -> str:
+    """Share of greedy continuations that still equal the source's, by position, with its interval.
+
+    Args:
+        drift: of a result of evaluate: the candidate's curve, and the source's against itself where it was asked twice.
+    """
+    candidate, noise = drift["candidate"], drift.get("noise")
+
+    def draw(figure: Figure, _narrow: bool) -> None:
+        axes = figure.subplots()
+        axes.fill_between(
+            candidate["positions"], candidate["low"], candidate["high"], step="post", color=PRESSED_SOFT, linewidth=0
+        )
+        axes.step(candidate["positions"], candidate["surviving"], where="post", color=PRESSED, label="pressed")
+        if noise:
+            axes.step(
+                noise["positions"], noise["surviving"], where="post", color=SOURCE, linestyle="--", label="source again"
+            )
+        axes.set_ylim(0, 1.02)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("generated token")
+        axes.set_ylabel("still together")
+        axes.grid(axis="y")
+        axes.legend(loc="lower left")
+
+    describes = f"{candidate['diverged']} of {candidate['pairs']} continuations part from the source's"
+    return picture("together", describes, draw, heights=(2.3, 2.3))
+
+
 def _curves(axes: Axes, places: Sequence[int], pairs: Sequence[tuple[Spread | None, Spread | None]]) -> None:
     for side, label, color, marker in ((1, "source", SOURCE, "s"), (0, "pressed", PRESSED, "o")):
         known = [(place, pair[side]) for place, pair in zip(places, pairs, strict=True)]

@@ -126,7 +126,7 @@ def render(output: PressedOutput, figures: Contents) -> str:
     import jinja2
     from markupsafe import Markup
 
-    fidelity = output.found("fidelity") or {}
+    fidelity, evaluated = output.found("fidelity") or {}, output.found("evaluate") or {}
     errors = _errors(output)
     drawable = [side for side in figures.memory if side.origin == "computed" or not figures.smoke]
     pictures = {
@@ -134,11 +134,11 @@ def render(output: PressedOutput, figures: Contents) -> str:
         "memory": charts.memory_chart(drawable, figures.gpu),
         "speed": charts.speed_chart(figures.speed) if figures.speed else "",
         "errors": charts.error_map(errors) if errors else "",
+        "together": charts.together_chart(evaluated["drift"]) if evaluated.get("drift") else "",
         "drift": charts.drift_chart(fidelity["drift"]) if fidelity.get("drift") else "",
     }
-    folder = resources.files("moepress.report")
     environment = jinja2.Environment(
-        loader=jinja2.DictLoader({"page": (folder / "page.html.j2").read_text(encoding="utf-8")}),
+        loader=jinja2.PackageLoader("moepress.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -148,11 +148,9 @@ def render(output: PressedOutput, figures: Contents) -> str:
         "size": size_text,
         "figure": figure_text,
         "percent": lambda share: f"{share:.2%}",
-        "short": lambda digest: digest[:12],
     }
-    template = environment.get_template("page")
-    style = (folder / "page.css").read_text(encoding="utf-8")
-    return template.render(
+    style = (resources.files("moepress.report") / "templates" / "page.css").read_text(encoding="utf-8")
+    return environment.get_template("page.html.j2").render(
         page=figures,
         style=Markup(style),
         pictures={name: Markup(svg) for name, svg in pictures.items()},

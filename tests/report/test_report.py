@@ -22,7 +22,7 @@ from moepress.report.reproduce import recipe_words
 from moepress.results import write_result
 from tests.pressing import press, recipe_for
 from tests.report.html import Page
-from tests.report.validation import validation
+from tests.report.validation import evaluation, kv_cache, validation
 from tests.tiny_checkpoints import TinyCheckpoint
 
 GPU = gpu_of(141 * 10**9, 0.88, "fp8")
@@ -162,6 +162,26 @@ def test_a_fallback_is_listed_with_its_reason(out: Path) -> None:
     report["fallbacks"] = {name: "the Hessian <is> not positive & damping 1.0 did not help"}
     (out / "moepress_report.json").write_text(json.dumps(report))
     assert f"{name} the Hessian <is> not positive & damping" in page(out).section("fallbacks")
+
+
+def test_an_evaluation_is_shown_row_by_row(out: Path) -> None:
+    write_result(out, "evaluate", "fail", evaluation())
+    found = page(out)
+    words = found.section("evaluation")
+    assert "fidelity KL, prose 24 – 0.0121 0.0121 0.0113 to 0.0129 0.0500 passed" in words
+    assert "gsm8k exact_match 1,319 0.9400 0.9100 -0.0300 -0.0400 to -0.0200 -0.0100 failed" in words
+    assert "mmlu: lm-eval is not installed" in words
+    assert any("20 of 32 continuations part" in (chart["aria-label"] or "") for chart in found.charts)
+    assert "failed gsm8k evaluate 3 points worse" in found.section("gates")
+
+
+def test_kv_scales_are_shown_by_layer_with_what_they_changed(out: Path) -> None:
+    report = json.loads((out / "moepress_report.json").read_text())
+    report["kv_cache"] = kv_cache()
+    (out / "moepress_report.json").write_text(json.dumps(report))
+    words = page(out).section("kv")
+    assert "0 latent 900 8 1.2 % 0 % 0.2000 0.0200 2 × 900 does not fit 448" in words
+    assert "Suspicious: k_pe is the same in every layer." in words
 
 
 def test_the_recipe_comes_back_from_its_words() -> None:

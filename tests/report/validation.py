@@ -1,4 +1,4 @@
-"""A validate result in the shape that `moepress.serving.validation` documents: input of the page, made by hand."""
+"""Results in the shapes that `moepress.serving.validation` and `moepress.evaluate` document: input of the page, made by hand."""
 
 from __future__ import annotations
 
@@ -111,4 +111,68 @@ def validation(*, smoke: bool) -> dict[str, Any]:
             },
         ],
         "next": "moepress report OUT",
+    }
+
+
+def evaluation() -> dict[str, Any]:
+    """One figure accepted, one a regression, drift measured, one task not asked."""
+    side = {"server": "SGLang 0.5.23", "url": None, "model": "m", "identity": "0"}
+    row = {
+        "domain": None,
+        "of": "prompts",
+        "recovery": None,
+        "method": "paired bootstrap over windows",
+        "better": "lower",
+        "mcnemar": None,
+        "truncated": {"source": 0, "candidate": 0},
+        "why": "",
+    }
+    curve = {"pairs": 32, "diverged": 20, "median": 87, "restricted_mean": 130.2, "token_agreement": 0.6}
+    curve |= {"positions": [1, 2, 90], "surviving": [1.0, 0.9, 0.4], "low": [0.9, 0.8, 0.3], "high": [1.0, 1.0, 0.5]}
+    figures = {"source": None, "candidate": 0.0121, "difference": 0.0121, "interval": [0.0113, 0.0129], "bound": 0.05}
+    scores = {"source": 0.94, "candidate": 0.91, "difference": -0.03, "interval": [-0.04, -0.02], "bound": -0.01}
+    return {
+        "schema": 1,
+        "verdict": "REGRESSION",
+        "source": {"name": "SRC", **side},
+        "candidate": {"name": "OUT", **side},
+        "bounds": {"confidence": 0.95},
+        "rows": [
+            {"task": "fidelity", "metric": "KL, prose", "samples": 24, "verdict": "ACCEPT", **row, **figures},
+            {"task": "gsm8k", "metric": "exact_match", "samples": 1319, "verdict": "REGRESSION", **row, **scores},
+        ],
+        "gates": [{"gate": "gsm8k", "verdict": "failed", "reason": "3 points worse", "numbers": {}}],
+        "fidelity": None,
+        "drift": {"prompts": 32, "tokens": 256, "candidate": curve, "noise": None, "prompts_sample": []},
+        "tool_calls": None,
+        "tasks": None,
+        "skipped": [{"task": "mmlu", "why": "lm-eval is not installed"}],
+        "requests": {"asked": 1, "from_cache": 0},
+        "next": "moepress report OUT",
+    }
+
+
+def kv_cache() -> dict[str, Any]:
+    """What convert reports of KV scales: one layer folded, one as it was."""
+
+    def layer(scale: float, emission: str) -> dict[str, Any]:
+        return {
+            "scale": {"latent": scale, "k_pe": 1.0},
+            "reason": {"latent": "2 × 900 does not fit 448", "k_pe": "1.0 is as good"},
+            "amax": {"latent": 900.0, "k_pe": 20.0},
+            "clipped_at_one": {"latent": 0.0123, "k_pe": 0.0},
+            "below_normal_at_one": {"latent": 0.0, "k_pe": 0.0},
+            "clipped": {"latent": 0.0, "k_pe": 0.0},
+            "below_normal": {"latent": 0.0, "k_pe": 0.0},
+            "attention_error_at_one": 0.2,
+            "attention_error": 0.02,
+            "emission": emission,
+            "folds": {},
+        }
+
+    return {
+        "emission": "folded",
+        "reason": "the contract of sglang 0.5.23",
+        "suspicious": ["k_pe is the same in every layer"],
+        "layers": {"0": layer(8.0, "folded"), "1": layer(1.0, "none")},
     }
