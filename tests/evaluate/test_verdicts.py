@@ -1,0 +1,179 @@
+"""From the command line to the verdict, over servers that run the trained tiny Kimi in transformers.
+
+The bounds are tightened to the tiny model's scale: INT4 of its experts costs 0.003 nats a token, so 0.01 is what a larger
+model's 0.05 is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from moepress.cli import app
+from moepress.results import read_results
+from tests.evaluate.conftest import EXAMPLES, Servers
+from tests.evaluate.tiny_cases import write_cases
+
+pytestmark = pytest.mark.slow
+
+HELDOUT = EXAMPLES / "tiny_kimi" / "heldout"
+SMALL = ("--windows", "16", "--length", "96", "--top-k", "256", "--drift-prompts", "8", "--drift-tokens", "24")
+BOUNDS = ("evaluation.max_kl=0.012", "evaluation.min_top1_agreement=0.85", "evaluation.max_perplexity_rise=0.03",
+          "evaluation.min_samples=40", "evaluation.max_tool_call_drop=0.15", "evaluation.max_truncated_share=0.3")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cases(tmp_path_factory.mktemp("cases") / "cases.jsonl", singles=40, conversations=8, turns=3)
+
+
+def run(servers: Servers, candidate: str, answers: Path, cases: Path, *options: str, url: str | None = None) -> Any:
+    """One evaluation against the source; the runner's result."""
+    words = ["evaluate", str(servers.folders[candidate]), "--baseline", str(servers.folders["fp8"])]
+    words += ["--url", url or servers.served[candidate].url, "--baseline-url", servers.served["fp8"].url]
+    words += ["--answers", str(answers), "--tool-cases", str(cases), "--max-tokens", "48", *SMALL, *options]
+    for domain, file in (("prose", "python-doc"), ("code", "stdlib-py"), ("chat", "chat")):
+        words += ["--text", f"{domain}={HELDOUT / file}.txt"]
+    for bound in BOUNDS:
+        words += ["--set", bound]
+    if candidate == "fp8":
+        words += ["--recipe", "kimi-k2-bf16"]
+    return CliRunner().invoke(app, words)
+
+
+def found(result: Any) -> dict[str, Any]:
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return json.loads(result.stdout)
+
+
+def by_metric(data: dict[str, Any], metric: str) -> list[dict[str, Any]]:
+    return [row for row in data["rows"] if row["metric"].startswith(metric)]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the whole module: the source is asked once."""
+    return tmp_path_factory.mktemp("answers")
+
+
+def test_the_source_against_itself_is_accepted(servers: Servers, answers: Path, cases: Path, tmp_path: Path) -> None:
+    """Asked a second time, under another identity (a copy), so that nothing but the model makes them equal."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in servers.folders["fp8"].iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    again = Servers({**servers.folders, "fp8-again": copy}, servers.served)
+    words = ("--recipe", "kimi-k2-bf16", "--json")
+    result = run(again, "fp8-again", answers, cases, *words, url=servers.served["fp8"].url)
+    data = found(result)
+    assert (result.exit_code, data["verdict"]) == (0, "ACCEPT"), [row["why"] for row in data["rows"]]
+    assert data["requests"]["asked"] > 200
+    assert data["source"]["identity"] != data["candidate"]["identity"]
+    for row in by_metric(data, "KL"):
+        assert abs(row["candidate"]) < 1e-6
+    for row in by_metric(data, "same top token"):
+        assert row["candidate"] == 1
+    assert data["drift"]["candidate"]["diverged"] == data["drift"]["noise"]["diverged"] == 0
+    (calls,) = by_metric(data, "all calls right")
+    assert calls["mcnemar"] == {"only_source": 0, "only_candidate": 0, "p": 1.0}
+    assert calls["source"] > 0.3, "a model that can do nothing has nothing to lose"
+
+
+def test_int4_is_accepted_and_kept_for_the_report(servers: Servers, answers: Path, cases: Path) -> None:
+    result = run(servers, "int4", answers, cases, "--json")
+    data = found(result)
+    verdicts = {row["metric"]: row["verdict"] for row in data["rows"] if row["domain"]}
+    assert set(verdicts.values()) == {"ACCEPT"}, [row["why"] for row in data["rows"]]
+    kept, stale = read_results(servers.folders["int4"])
+    assert not stale
+    assert kept["evaluate"]["found"] == data
+    assert kept["evaluate"]["verdict"] == {"ACCEPT": "pass", "NOT ENOUGH DATA": "not judged"}[data["verdict"]]
+    assert result.exit_code == (0 if data["verdict"] == "ACCEPT" else 1)
+
+
+def test_damage_shows_in_its_order(servers: Servers, answers: Path, cases: Path) -> None:
+    """FP8 < INT4 < INT3 < INT1 in KL on every domain, and the last two are regressions with exit code 1."""
+    kl: dict[str, list[float]] = {}
+    for name in ("int4", "int3", "int1"):
+        result = run(servers, name, answers, cases, "--json")
+        data = found(result)
+        kl[name] = [row["candidate"] for row in by_metric(data, "KL")]
+        if name != "int4":
+            assert (result.exit_code, data["verdict"]) == (1, "REGRESSION")
+            assert {row["verdict"] for row in by_metric(data, "KL")} == {"REGRESSION"}
+    assert all(0 < four < three < one for four, three, one in zip(*kl.values(), strict=True))
+    assert {row["verdict"] for row in by_metric(data, "perplexity")} == {"REGRESSION"}
+    (calls,) = by_metric(data, "all calls right")
+    assert (calls["verdict"], calls["mcnemar"]["p"] < 0.001) == ("REGRESSION", True)
+    turns = data["tool_calls"]["multi-turn"]
+    assert turns["survival"]["candidate"]["surviving"][-1] < turns["survival"]["source"]["surviving"][-1]
+    assert data["drift"]["candidate"]["restricted_mean"] < 20
+    assert data["next"].startswith("moepress fidelity")
+
+
+def test_a_finished_run_asks_nothing_and_says_the_same(servers: Servers, answers: Path, cases: Path) -> None:
+    first = found(run(servers, "int3", answers, cases, "--json"))
+    seen = {name: len(model.requests) for name, model in servers.served.items()}
+    again = found(run(servers, "int3", answers, cases, "--json"))
+    assert {name: len(model.requests) for name, model in servers.served.items()} == seen
+    assert (again["requests"]["asked"], again["rows"]) == (0, first["rows"])
+
+
+def test_what_people_read(servers: Servers, answers: Path, cases: Path) -> None:
+    shown = run(servers, "int3", answers, cases).stdout
+    assert "a lower bound" in shown
+    assert "REGRESSION fidelity (KL, prose" in shown
+    assert "itself, again" in shown
+    assert "no error so far, pressed" in shown
+    assert shown.rstrip().splitlines()[-1].startswith("next: moepress fidelity")
+
+
+def test_an_api_without_probabilities_costs_the_default_task_not_the_run(
+    servers: Servers, cases: Path, tmp_path: Path
+) -> None:
+    served = servers.served["int3"]
+    served.refuses = ("/generate",)
+    try:
+        data = found(run(servers, "int3", tmp_path, cases, "--json"))
+        assert [entry["task"] for entry in data["skipped"]] == ["fidelity", "drift"]
+        assert "the candidate's server refused: POST /generate: HTTP 400" in data["skipped"][0]["why"]
+        assert [row["task"] for row in data["rows"]] == ["tool calls"]
+        asked_for = run(servers, "int3", tmp_path, cases, "--json", "--tasks", "fidelity")
+        assert "HTTP 400" in str(asked_for.exception)
+    finally:
+        served.refuses = ()
+
+
+def test_cut_off_answers_fail_the_task(servers: Servers, answers: Path, cases: Path, tmp_path: Path) -> None:
+    """With room for 6 tokens every answer of both is cut off: nothing can be said, and it is not accepted."""
+    data = found(run(servers, "int4", tmp_path, cases, "--json", "--tasks", "tool-calls", "--max-tokens", "6"))
+    (row,) = data["rows"]
+    assert row["truncated"]["source"] > 20
+    assert row["verdict"] == "NOT ENOUGH DATA"
+    assert "--max-tokens is too low" in row["why"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tasks", "gsm9k"), "no such task: gsm9k"),
+        (("--tasks", ""), "no such task: (none given)"),
+        (("--text", "prose"), "is not NAME=FILE"),
+        (("--set", "evaluation.max_klx=1"), "evaluation.max_klx: no such field"),
+        (("--windows", "4000"), "too little calibration text"),
+        (("--api-key-env", "NO_SUCH_VARIABLE"), "is not set"),
+        (("--tasks", "gsm8k", "--lm-eval-python", sys.executable + "-missing"), "no such Python"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_asked(
+    servers: Servers, cases: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    before = sum(len(model.requests) for model in servers.served.values())
+    result = run(servers, "int4", tmp_path, cases, *options)
+    assert message in str(result.exception)
+    assert sum(len(model.requests) for model in servers.served.values()) == before
