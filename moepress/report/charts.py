@@ -170,7 +170,7 @@ def error_map(errors: Mapping[int, Mapping[str, Sequence[float]]]) -> str:
             for place, layer in enumerate(layers):
                 values = errors[layer].get(name, ())
                 rows[place, : len(values)] = values
-            image = axes.imshow(rows, aspect="auto", cmap="viridis", vmin=low, vmax=top, interpolation="nearest")
+            image = axes.imshow(rows, aspect="auto", cmap="viridis", vmin=low, vmax=top, interpolation="none")
             axes.set_title(name, loc="left")
             axes.set_xlabel("expert")
             step = max(1, len(layers) // 12)

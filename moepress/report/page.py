@@ -57,6 +57,7 @@ class Contents:
     parameters: int
     sizes: list[SizeRow]
     fates: list[FateRow]
+    has_receipts: bool
     gpu: Gpu
     memory: list[GpuMemory]
     speed: list[SpeedPoint]
@@ -104,6 +105,7 @@ def contents(output: PressedOutput, gpu: Gpu) -> Contents:
         parameters=int(report["total_parameters"]),
         sizes=size_rows(output),
         fates=fate_rows(output),
+        has_receipts=bool(output.records),
         gpu=gpu,
         memory=computed_memory(output, gpu) + measured_memory(validated),
         speed=speed_points(validated),

@@ -4,6 +4,9 @@
     sglang       a server in an environment of the user's choice, from start to readiness
     keeper       the process tree ends with us, however we end
     server_log, death, client    what it says, why it died, what it answers
+    serve        which processes serve a checkpoint, and their commands: one server, or prefill, decode and router
+    disaggregation   what prefill and decode must share, and what the server refuses
+    running      such processes, started, ready and ended together
     load_proof   every tensor of ours accounted for: asked for, loaded, equal
     cpu_lab      kernels in plain torch, so that the real SGLang 0.5.23 runs without a GPU; for tests only
 
