@@ -135,10 +135,14 @@ def show_plan(
 
 def show(result: Published) -> None:
     if not result.sent and not result.removed and result.pull_request is None:
-        stdout.print(f"[bold]{result.repo}[/bold] holds just this already, at commit {result.commit}; nothing was sent")
+        stdout.print(
+            f"[bold]{result.repo}[/bold] holds just this already, at commit {result.commit}; nothing was sent",
+            soft_wrap=True,
+        )
         return
     stdout.print(
-        f"{len(result.sent)} files sent, {len(result.removed)} removed, every checksum compared, in {duration(result.seconds)}"
+        f"{len(result.sent)} files sent, {len(result.removed)} removed, every checksum compared, in {duration(result.seconds)}",
+        soft_wrap=True,
     )
     if result.merged:
         stdout.print(

@@ -56,10 +56,12 @@ def show(result: Pulled) -> None:
     stdout.print(f"[bold]{snapshot.repo}[/bold] at commit {snapshot.commit}")
     stdout.print(
         f"{count} files, {size(total)}, every checksum is the Hub's; {len(result.fetched)} fetched now "
-        f"({size(result.fetched_bytes)} in {duration(result.seconds)}), {len(result.kept)} were here"
+        f"({size(result.fetched_bytes)} in {duration(result.seconds)}), {len(result.kept)} were here",
+        soft_wrap=True,
     )
     if result.left:
         more = " …" if len(result.left) > 3 else ""
         stdout.print(
-            f"left on the Hub, not part of the checkpoint: {', '.join(result.left[:3])}{more} ({len(result.left)} files)"
+            f"left on the Hub, not part of the checkpoint: {', '.join(result.left[:3])}{more} ({len(result.left)} files)",
+            soft_wrap=True,
         )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
+from tqdm import tqdm
 
 from moepress import __version__
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
@@ -17,6 +19,13 @@ from moepress.hub.address import hub_address
 from moepress.hub.connection import Tell, endpoint, explained
 from moepress.hub.pulling import files_of
 from moepress.hub.reading import open_hub_checkpoint
+
+
+class _NoBar(tqdm):  # type: ignore[misc]
+    """A few small files are not worth a bar."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "disable": True})
 
 
 def open_source(source: str | Path, *, side_files: bool = False, tell: Tell | None = None) -> Checkpoint:
@@ -44,6 +53,6 @@ def open_source(source: str | Path, *, side_files: bool = False, tell: Tell | No
             endpoint=endpoint(),
             library_name="moepress",
             library_version=__version__,
-            tqdm_class=None,
+            tqdm_class=_NoBar,
         )
     return replace(checkpoint, folder=Path(folder))

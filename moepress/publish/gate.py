@@ -20,6 +20,7 @@ from typing import Any
 
 from moepress.convert.journal import STATE_FOLDER, read_json
 from moepress.errors import MoepressError, VerifyFailed
+from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.shard_index import INDEX_NAME, list_some
 from moepress.formats.side_files import CONFIG_NAME
 from moepress.results import REPORT_NAME, output_digest, read_results, write_result
@@ -64,10 +65,21 @@ def check_publishable(folder: Path, *, source: str | None = None, tell: Tell = l
             f"not a finished conversion: {', '.join(missing)} missing", where=str(folder), hint="run convert again"
         )
     receipts = _receipts(folder, report)
-    if source is None and (folder / STATE_FOLDER / "plan.json").exists():
-        known = str(read_json(folder / STATE_FOLDER / "plan.json").get("source"))
-        source = known if Path(known).is_dir() else None
+    source = source or _source_still_there(folder)
     return Publishable(folder, report, digest, receipts, _verification(folder, report, source, tell))
+
+
+def _source_still_there(folder: Path) -> str | None:
+    """The folder that the output was made from, if all of it is still there."""
+    plan = folder / STATE_FOLDER / "plan.json"
+    if not plan.exists():
+        return None
+    source = str(read_json(plan).get("source"))
+    try:
+        open_checkpoint(source)
+    except MoepressError:
+        return None
+    return source
 
 
 def _receipts(folder: Path, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -99,8 +111,11 @@ def _verification(folder: Path, report: dict[str, Any], source: str | None, tell
     touched = "" if kept is None else _written_since(folder, report, str(kept["finished"]))
     if kept is not None and kept["verdict"] == "pass" and not touched:
         return dict(kept["found"])
-    reason = f"{touched} was written after the last one" if touched else "there is none of this output that passed"
-    tell(f"verifying before anything is sent: {reason}")
+    reason = (
+        f"{touched} was written after the last verification" if touched else "no verification of these bytes passed"
+    )
+    against = f"against {source}" if source else "against its receipts alone, the source is not here"
+    tell(f"verifying before anything is sent, {against}: {reason}")
     from moepress.verify.run import verify
 
     result = verify(folder, source)

@@ -105,7 +105,8 @@ def test_a_hub_id_is_pressed_as_it_lands(filled: LocalHub, tmp_path: Path) -> No
     done = typed(filled, *words)
     assert "next: moepress verify out\n" in done.stdout
     assert not list((tmp_path / "out-source").glob("*.safetensors"))
-    typed(filled, "verify", "out")
+    planned = typed(filled, "publish", "out", TARGET, "--dry-run")
+    assert "against its receipts alone, the source is not here" in planned.stderr
     refused = typed(filled, "convert", "src", "out2", "--recipe", "kimi-k2", "--stream", code=2)
     assert "nothing to stream" in refused.stderr
 

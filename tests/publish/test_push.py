@@ -284,7 +284,7 @@ def test_what_was_written_since_the_verification_is_verified_again(out: Path) ->
     shard = next(out.glob("*.safetensors"))
     os.utime(shard, (shard.stat().st_atime, shard.stat().st_mtime + 60))
     check_publishable(out, tell=said.append)
-    assert "was written after the last one" in said[0]
+    assert "was written after the last verification" in said[0]
 
 
 @pytest.mark.parametrize("damage", [_damage])
