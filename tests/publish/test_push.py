@@ -23,7 +23,6 @@ from moepress.publish.push import Published, look, push
 from moepress.report.output import read_pressed_output
 from moepress.verify.run import verify
 from tests.hub.local_hub import Fault, LocalHub
-from tests.hub.local_hub import repositories as storage
 from tests.hub.local_hub.repositories import Stored
 
 REPO = "press/tiny-kimi-int4"
@@ -84,6 +83,27 @@ def test_a_published_copy_is_pulled_and_verified_with_its_receipts(
     assert weight_records(tmp_path / "copy") == weight_records(out)
 
 
+def test_xet_itself_sends_and_fetches(
+    hub: LocalHub, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hf-xet, unpatched: chunks go up, main holds what was sent, the same chunks come down and are held against SHA-256."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    assert publish(out).merged
+    assert on_main(hub) == sent(contents_of(out))
+    assert hub.requests("POST /xet/v1/xorbs/")
+    assert not hub.requests("PUT /lfs/")
+    checkpoint, snapshot = open_hub_checkpoint(Address(REPO))
+    pull(checkpoint, snapshot, tmp_path / "copy")
+    assert hub.requests("GET /xet-data/")
+    assert {path.name for path in (tmp_path / "copy").glob("*.safetensors")} == {
+        path.name for path in out.glob("*.safetensors")
+    }
+    before = len(hub.requests("POST /xet/v1/xorbs/"))
+    (out / ".moepress" / "publish.json").unlink(missing_ok=True)
+    assert publish(out).sent == ()
+    assert len(hub.requests("POST /xet/v1/xorbs/")) == before
+
+
 CUTS = {
     "the card is not looked at": Fault("POST /api/validate-yaml", status=500, times=9),
     "no repository is made": Fault("POST /api/repos/create", status=403, times=9),
@@ -122,9 +142,8 @@ def test_main_does_not_move_when_something_breaks_and_the_same_command_goes_on(
 
 
 def test_a_stop_between_two_commits(hub: LocalHub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HB-10: many files go in several commits; the first of two arrives, the second is cut off."""
+    """HB-10: many files go in several commits, large ones by Xet; the first of two arrives, the second is cut off."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)  # the client's several commits
-    monkeypatch.setattr(storage, "LFS_FROM_BYTES", 1 << 40)  # all in git: Xet itself is not spoken here
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     report = json.loads((out / "moepress_report.json").read_text())
     for number in range(300):

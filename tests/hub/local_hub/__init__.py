@@ -2,8 +2,8 @@
 
 Models only: info, tree (in pages), refs, resolve with ETag and ranges (large files redirect to a 'CDN' under another host
 name, where no token may arrive), preupload, the LFS batch protocol, commits, branches, pull requests, YAML validation.
-Storage is memory. Every request is logged, and a `Fault` makes the next matching ones go wrong. Xet is not spoken: set
-HF_HUB_DISABLE_XET, and the client uploads by LFS.
+Storage is memory. Every request is logged, and a `Fault` makes the next matching ones go wrong. Large files travel by LFS when
+HF_HUB_DISABLE_XET is set, and by Xet when it is not.
 """
 
 from tests.hub.local_hub.repositories import Repository, Stored

@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import yaml
 
 from tests.hub.local_hub.repositories import Repository, Stored, is_large
+from tests.hub.local_hub.xet import XetStore
 
 TREE_PAGE = 40
 """Entries a page of a tree listing; the Hub's pages have 1,000."""
@@ -59,6 +60,7 @@ class LocalHub:
         self.token = token
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
+        self.xet = XetStore()
         self.faults: list[Fault] = []
         self.log: list[Request] = []
         self.sent = 0
@@ -275,6 +277,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.lfs:
             self._content(file.data, headers)
             return
+        if file.sha256 in self.hub.xet.hashes:
+            token = f"{self.hub.endpoint}/api/models/{repo}/xet-read-token/{commit}"
+            headers |= {"X-Xet-Hash": self.hub.xet.hashes[file.sha256], "X-Xet-Refresh-Route": token}
         headers |= {"X-Linked-Etag": f'"{file.sha256}"', "X-Linked-Size": str(len(file.data))}
         self._send(302, b"", headers | {"Location": f"{self.hub.cdn}/cdn/{repo}/{file.sha256}?signature=secret"})
 
@@ -399,6 +404,29 @@ class _Handler(BaseHTTPRequestHandler):
         found.refs[ref] = self._commit(found, json.loads(self.body or b"{}").get("startingPoint", "main"))
         self._json({})
 
+    # ------------------------------------------------------------------ Xet
+
+    def xet_token(self, repo: str, kind: str, revision: str) -> None:
+        self._repo(repo, writing=kind == "write")
+        data = {"casUrl": f"{self.hub.endpoint}/xet", "accessToken": "of-xet", "exp": 4102444800}
+        names = ("X-Xet-Cas-Url", "X-Xet-Access-Token", "X-Xet-Token-Expiration")
+        self._json(data, headers=dict(zip(names, map(str, data.values()), strict=True)))
+
+    def xet_xorb(self, name: str) -> None:
+        self._json({"was_inserted": self.hub.xet.put_xorb(name, self.body)})
+
+    def xet_shard(self) -> None:
+        self.hub.objects |= self.hub.xet.put_shard(self.body)
+        self._json({"result": 1})
+
+    def xet_reconstruction(self, name: str) -> None:
+        if name not in self.hub.xet.files:
+            raise _Refused(404)
+        self._json(self.hub.xet.reconstruction(name, f"{self.hub.cdn}/xet-data"))
+
+    def xet_data(self, name: str) -> None:
+        self._content(self.hub.xet.xorbs[name], {"ETag": f'"{name}"'})
+
     # ------------------------------------------------------------------ pull requests
 
     def discussions(self, repo: str) -> None:
@@ -458,6 +486,11 @@ ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("PUT", r"/lfs/([0-9a-f]+)", _Handler.lfs_put),
     ("POST", rf"/api/models/{ID}/commit/(.+)", _Handler.commit),
     ("POST|DELETE", rf"/api/models/{ID}/branch/(.+)", _Handler.branch),
+    ("GET", rf"/api/models/{ID}/xet-(read|write)-token/(.+)", _Handler.xet_token),
+    ("POST", r"/xet/v1/xorbs/default/([0-9a-f]+)", _Handler.xet_xorb),
+    ("POST", r"/xet/v1/shards", _Handler.xet_shard),
+    ("GET", r"/xet/v1/reconstructions/([0-9a-f]+)", _Handler.xet_reconstruction),
+    ("GET", r"/xet-data/([0-9a-f]+)", _Handler.xet_data),
     ("GET|POST", rf"/api/models/{ID}/discussions", _Handler.discussions),
     ("GET", rf"/api/models/{ID}/discussions/(\d+)", _Handler.discussion),
     ("POST", rf"/api/models/{ID}/discussions/(\d+)/(merge|status)", _Handler.change_pull),
