@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moepress.commands.console import note, size, stdout
+from moepress.commands.console import next_step, note, size, stdout
 from moepress.commands.options import AsJson, print_json, size_option
 
 
@@ -52,3 +52,5 @@ def report(
     for name in figures.stale:
         note(f"stale, not shown: {name} (of an earlier conversion)")
     stdout.print(f"[bold]{page}[/bold]: {size(page.stat().st_size)}, open it in any browser", soft_wrap=True)
+    to_run = [gate.reason for gate in figures.gates if gate.verdict == "not run"]
+    next_step(to_run[0] if to_run else f"moepress serve {out} --print")

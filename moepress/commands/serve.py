@@ -69,6 +69,12 @@ def serve(
     pressed = _one_of(out, prefill, decode)
     python = sglang_python or "python"
     if not print_only:
+        if prefill_host not in (None, host):
+            raise MoepressError(
+                "serve starts processes on this machine alone, and the servers are to be on two",
+                where="--prefill-host, --host",
+                hint="add --print, and run each command where it belongs",
+            )
         python = str(find_environment(sglang_python).python)
     options = ServeOptions(
         mem_fraction_static=mem_fraction,

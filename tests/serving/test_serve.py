@@ -184,6 +184,14 @@ def test_half_a_deployment_is_refused(words: list[str], pairs: dict[str, tuple[P
     assert "moepress serve --prefill SRC --decode OUT" in str(done.exception)
 
 
+def test_two_machines_are_not_started_from_one(pairs: dict[str, tuple[Path, Path]]) -> None:
+    source, out = pairs["kimi"]
+    done = CliRunner().invoke(
+        app, ["serve", "--prefill", str(source), "--decode", str(out), "--prefill-host", "10.0.0.1"]
+    )
+    assert "on this machine alone" in str(done.exception)
+
+
 def test_a_server_that_dies_ends_the_others(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     """Two processes, of which one cannot start: the other is gone when the error is told."""
     import sys
