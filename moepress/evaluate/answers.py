@@ -179,6 +179,10 @@ class Contestant:
                     f"{error.hint or 'run it again'}; {self.asked + self.kept:,} answers of the {self.role} are kept"
                 )
                 raise
+            except BaseException:  # Ctrl-C: answers on their way still arrive and are kept, none is asked again
+                if self._endpoint is not None:
+                    self._endpoint.stop.set()
+                raise
             finally:
                 pool.shutdown(cancel_futures=True)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moepress.errors import EvaluateError
@@ -43,6 +43,7 @@ class Endpoint:
         api_key: sent as a bearer token; never stored.
         timeout_s: of one request.
         attempts: most tries of one request.
+        stop: set when nobody waits for answers any more: ends pauses between tries.
     """
 
     url: str
@@ -53,6 +54,7 @@ class Endpoint:
     api_key: str | None = None
     timeout_s: float = 900.0
     attempts: int = 6
+    stop: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One request, tried again while that can help.
@@ -131,8 +133,8 @@ def _request(endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | 
             pause = _asked_pause(error, pause)
         except (OSError, http.client.HTTPException) as error:
             said = str(error) or type(error).__name__
-        if attempt + 1 < endpoint.attempts:
-            time.sleep(pause)
+        if attempt + 1 < endpoint.attempts and endpoint.stop.wait(pause):
+            raise EvaluateError(f"{method} {path}: stopped between two tries", where=endpoint.url)
     else:
         raise EvaluateError(
             f"{method} {path}: no answer after {endpoint.attempts} tries: {said}",

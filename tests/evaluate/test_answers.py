@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def server() -> Iterator[ServedModel]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(endpoint_module, "_LONGEST_PAUSE_S", 0.0)
 
 
 def contestant(answers: Answers, url: str, identity: str = "me", *, attempts: int = 4) -> Contestant:
@@ -103,6 +104,26 @@ def test_tries_are_bounded_and_the_error_says_what_is_kept(server: ServedModel, 
             who.ask_all(PATH, [{"number": 99}], label="doubles")
     assert "3 answers of the source are kept" in str(failure.value)
     assert len(server.requests) == 3 + 4
+
+
+def test_ctrl_c_does_not_wait_for_further_tries(
+    server: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between tries nothing is left to wait for; a pause of half a minute would be."""
+    server.faults = [503] * 50
+    endpoint = Endpoint(server.url, "openai", "tiny", "test", attempts=6, timeout_s=5)
+    with Answers(tmp_path) as answers:
+        who = Contestant("source", "SRC", "me", "openai", "test", lambda: endpoint, answers)
+        who.endpoint()
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        started = time.monotonic()
+        monkeypatch.setattr(endpoint_module, "_LONGEST_PAUSE_S", 20.0)
+        with pytest.raises(KeyboardInterrupt):
+            who.each([lambda: who.ask(PATH, {"number": 1}), interrupted], label="doubles")
+        assert time.monotonic() - started < 10
 
 
 def test_a_broken_file_of_answers_is_named(tmp_path: Path) -> None:
