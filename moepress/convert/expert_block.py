@@ -28,6 +28,7 @@ from moepress.quantize.gptq import gptq
 from moepress.quantize.grid import Grid, QuantizedWeight
 from moepress.quantize.hessian import down_target, gate_up_target, shrink, shrinkage
 from moepress.quantize.rtn import rtn
+from moepress.quantize.side_by_side import side_by_side
 from moepress.recipe import Recipe
 
 
@@ -79,7 +80,7 @@ def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pres
     """
     grid = Grid(recipe.weights.num_bits, recipe.weights.group_size)
     if inputs.ours.divisor is not None:
-        block = replace(block, gate_up=block.gate_up * inputs.ours.divisor)
+        block = replace(block, gate_up=block.gate_up * inputs.ours.divisor.to(block.gate_up.device))
     alphas: dict[int, float] = {}
     if "awq" in recipe.weights.algorithm and recipe.weights.awq.up_down:
         block, alphas = _smooth(block, inputs, grid, recipe)
@@ -167,17 +168,7 @@ def _sweep(
     """Error-aware targets and GPTQ for [B, R, C]; ``hessians`` are means, shrunk."""
     target, changes = weight, [0.0] * len(weight)
     if moments.cross is not None:
-        target = torch.empty_like(weight)
-        for slot, tokens in enumerate(moments.tokens.tolist()):
-            hessian = hessians if hessians.ndim == 2 else hessians[slot]
-            aimed = error_aware_target(
-                weight[slot],
-                _mean(moments.cross[slot], float(moments.mass[slot])),
-                hessian,
-                tokens,
-                strength=1 - shrinkage(tokens, weight.shape[-1]),  # with few tokens the correction is mostly noise
-            )
-            target[slot], changes[slot] = aimed.weight, aimed.change
+        target, changes = _aim(weight, hessians, moments)
     calibration = recipe.calibration
     result = gptq(target, hessians, grid, scale=recipe.weights.scale, passes=calibration.passes, source=weight)
     columns = weight.shape[-1]
@@ -195,6 +186,27 @@ def _sweep(
             }
         )
     return result.weight, notes
+
+
+def _aim(weight: torch.Tensor, hessians: torch.Tensor, moments: InputMoments) -> tuple[torch.Tensor, list[float]]:
+    """Error-aware targets [B, R, C] and how far each is from its weight; one BLAS thread an expert, so that the number
+    of threads changes no bit."""
+    target = torch.empty_like(weight)
+
+    def one(slot: int) -> float:
+        assert moments.cross is not None  # noqa: S101 (asked by the caller)
+        tokens = int(moments.tokens[slot])
+        aimed = error_aware_target(
+            weight[slot],
+            _mean(moments.cross[slot], float(moments.mass[slot])),
+            hessians if hessians.ndim == 2 else hessians[slot],
+            tokens,
+            strength=1 - shrinkage(tokens, weight.shape[-1]),  # with few tokens the correction is mostly noise
+        )
+        target[slot] = aimed.weight
+        return aimed.change
+
+    return target, side_by_side(one, range(len(weight)))
 
 
 def _round(weight: torch.Tensor, grid: Grid, recipe: Recipe) -> tuple[QuantizedWeight, list[dict[str, Any]]]:
