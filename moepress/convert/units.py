@@ -94,7 +94,9 @@ def run_unit(
     records: dict[str, dict[str, Any]] = {}
     with ShardWriter(out / shard.name, tensors, METADATA) as writer:
         order = _InFileOrder(writer)
-        pressing = pool.in_order(lambda piece: press(piece, reader, plan.recipe, pool.scratch()), pieces)
+        pressing = pool.in_order(
+            lambda piece: press(piece, reader, plan.recipe, pool.scratch()), _announced(pieces, reader)
+        )
         by_name = {weight.name: weight for weight in shard.weights}
         collecting: _Weight | None = None
         for piece, pressed in pressing:
@@ -208,6 +210,15 @@ class _InFileOrder:
             if self._order:
                 for data in self._waiting.pop(self._order[0], []):
                     self._writer.write_chunk(self._order[0], data)
+
+
+def _announced(pieces: Iterable[Piece], reader: TensorReader) -> Iterator[Piece]:
+    """The same pieces; the disk begins with each as it enters the pool's queue, not when a thread is free for it."""
+    for piece in pieces:
+        ref = piece.decision.stored.parts[piece.part]
+        row_bytes = 1 if piece.decision.action == "keep" else ref.nbytes // max(1, piece.decision.stored.shape[0])
+        reader.will_need(ref, offset=piece.first * row_bytes, length=(piece.last - piece.first) * row_bytes)
+        yield piece
 
 
 def _source_bytes(piece: Piece) -> int:

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -88,26 +89,43 @@ class TensorReader:
         else:
             _finish(self._start(ref, view, offset))
 
+    def will_need(self, ref: TensorRef, *, offset: int = 0, length: int | None = None) -> None:
+        """Lets the disk begin: bytes that `read_into` will ask for soon. Returns at once; only a hint.
+
+        Args:
+            ref: the tensor.
+            offset, length: which of its bytes; all from ``offset`` on when None.
+        """
+        length = ref.nbytes - offset if length is None else length
+        if length and hasattr(os, "posix_fadvise"):
+            descriptor, position = self._locate(ref, length, offset)
+            with suppress(OSError):  # a file system without it
+                os.posix_fadvise(descriptor, position, length, os.POSIX_FADV_WILLNEED)
+
     def bytes(self, ref: TensorRef) -> ByteArray:
         """A tensor's bytes: uint8 [nbytes], owned by the caller."""
         out = np.empty(ref.nbytes, dtype=np.uint8)
         self.read_into(ref, out)
         return out
 
-    def tensor(self, ref: TensorRef) -> torch.Tensor:
+    def tensor(self, ref: TensorRef, *, pinned: bool = False) -> torch.Tensor:
         """A tensor as stored: its dtype and shape (F4: half the columns, two values each), owned by the caller.
+
+        Args:
+            pinned: in memory that a GPU can copy from by itself, which torch keeps and gives out again.
 
         Raises:
             FormatError: torch has no such dtype.
         """
-        return self._read_tensor(ref, torch_shape(ref.dtype, ref.shape), 0)
+        return self._read_tensor(ref, torch_shape(ref.dtype, ref.shape), 0, pinned)
 
-    def rows(self, ref: TensorRef, r0: int, r1: int) -> torch.Tensor:
+    def rows(self, ref: TensorRef, r0: int, r1: int, *, pinned: bool = False) -> torch.Tensor:
         """Rows ``r0`` up to ``r1`` of the first dimension, reading only their bytes.
 
         Args:
             ref: a tensor of at least one dimension. Rows of a matrix [R, C]; whole experts of a fused [E, R, C].
             r0, r1: 0 <= r0 <= r1 <= shape[0].
+            pinned: as in `tensor`.
 
         Returns:
             As `tensor`, with r1 - r0 rows; owned by the caller.
@@ -119,7 +137,22 @@ class TensorReader:
         if not shape or not 0 <= r0 <= r1 <= shape[0]:
             raise FormatError(f"{ref.name}: rows {r0}..{r1} of a tensor of shape {list(ref.shape)}", where=ref.shard)
         row_bytes = ref.nbytes // shape[0] if shape[0] else 0
-        return self._read_tensor(ref, (r1 - r0, *shape[1:]), r0 * row_bytes)
+        return self._read_tensor(ref, (r1 - r0, *shape[1:]), r0 * row_bytes, pinned)
+
+    def read_ahead(self, ref: TensorRef, rows: slice | None = None) -> None:
+        """Asks the kernel to read a tensor, or some of its rows, into its page cache. Returns at once.
+
+        Only in a file that is open already: opening one may mean to wait until it has arrived.
+        """
+        with self._lock:
+            descriptor = self._descriptors.get(ref.shard)
+        if descriptor is None or not hasattr(os, "posix_fadvise"):
+            return
+        per_row = ref.nbytes // ref.shape[0] if ref.shape and ref.shape[0] else ref.nbytes
+        first, last, _ = (rows or slice(None)).indices(ref.shape[0] if ref.shape else 1)
+        if last > first:
+            start, length = ref.start + first * per_row, (last - first) * per_row
+            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
 
     def chunks(self, ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[ByteArray]:
         """A tensor's bytes in order, in two reused buffers: the next chunk is read while this one is used.
@@ -146,11 +179,11 @@ class TensorReader:
         finally:
             wait(reading)
 
-    def _read_tensor(self, ref: TensorRef, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    def _read_tensor(self, ref: TensorRef, shape: tuple[int, ...], offset: int, pinned: bool) -> torch.Tensor:
         import torch  # not before somebody wants a tensor: bytes alone need none of its seconds
 
         try:
-            tensor = torch.empty(shape, dtype=torch_dtype(ref.dtype))
+            tensor = torch.empty(shape, dtype=torch_dtype(ref.dtype), pin_memory=pinned)
         except FormatError as error:
             raise FormatError(f"{ref.name}: {error.what}", where=ref.shard) from None
         self.read_into(ref, byte_view(tensor), offset=offset)

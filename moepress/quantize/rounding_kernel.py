@@ -9,7 +9,8 @@ weights once per candidate k, so there is nothing to reduce:
 
     error_k = Σ_j h_j (w_j − s_k · clamp(round(w_j / s_k)))²,   in the order of j;  least wins, the first of equals
 
-h is 1 for plain rounding and diag(H) for GPTQ. The transposed copy costs one pass and is paid back by 17 candidates.
+h is 1 for plain rounding and diag(H) for GPTQ. The transposed copy costs one pass and is paid back by 17 candidates. What a
+lane is tried with is one array at fixed distances, so that the compiler need not ask at run time whether buffers overlap.
 
 Two tricks let the loops vectorise without ``fastmath``. Magnitudes are compared as integers: the bits of |x| order
 like |x|, and NaN and inf are the values from 0x7f800000 up, so they are found for free. Rounding half to even is
@@ -32,8 +33,11 @@ Indices = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.int8]
 Bf16Bits = npt.NDArray[np.uint16]
 
+Limits = tuple[np.float32, np.float32]
+
 TILE = 512
 LANES = 64
+_INVERSE, _SUM = LANES, 2 * LANES  # where a candidate's inverse and error are, in the array of what is being tried
 MAGNITUDE = np.int32(0x7FFFFFFF)
 NOT_FINITE = np.int32(0x7F800000)
 SMALLEST_NORMAL = np.int32(0x00800000)
@@ -89,24 +93,37 @@ def group_peaks(bits: Ints, peaks: Ints) -> tuple[int, int]:
 
 
 @kernel
-def _add_errors(w: Floats, h: Floats, s: Floats, errors: Floats, limits: tuple[np.float32, np.float32]) -> None:
-    """errors[lane] += Σ_j h (w − s q)² for one candidate scale per lane; w and h are [width, LANES]."""
-    qmin, qmax = limits
-    inverse = np.empty(LANES, np.float32)
+def _error(w: np.float32, h: np.float32, s: np.float32, inverse: np.float32, limits: Limits) -> np.float32:
+    q = (min(max(w * inverse, limits[0]), limits[1]) + TO_INTEGER) - TO_INTEGER
+    d = w - q * s
+    return h * (d * d)
+
+
+@kernel
+def _add_one(w: Floats, h: Floats, at: np.uint64, tried: Floats, limits: Limits) -> None:
+    """Adds the error of weight ``at`` / LANES of every lane's group to the lane's sum; ``tried`` as in `search_groups`."""
     for lane in range(LANES):
-        inverse[lane] = np.float32(1.0) / s[lane]
-    paired = w.shape[0] - w.shape[0] % 2
-    for j in range(0, paired, 2):
-        w0, w1, h0, h1 = w[j], w[j + 1], h[j], h[j + 1]
-        for lane in range(LANES):
-            d0 = w0[lane] - ((min(max(w0[lane] * inverse[lane], qmin), qmax) + TO_INTEGER) - TO_INTEGER) * s[lane]
-            d1 = w1[lane] - ((min(max(w1[lane] * inverse[lane], qmin), qmax) + TO_INTEGER) - TO_INTEGER) * s[lane]
-            errors[lane] = (errors[lane] + h0[lane] * (d0 * d0)) + h1[lane] * (d1 * d1)
-    for j in range(paired, w.shape[0]):
-        w0, h0 = w[j], h[j]
-        for lane in range(LANES):
-            d0 = w0[lane] - ((min(max(w0[lane] * inverse[lane], qmin), qmax) + TO_INTEGER) - TO_INTEGER) * s[lane]
-            errors[lane] += h0[lane] * (d0 * d0)
+        i = at + np.uint64(lane)
+        tried[lane + _SUM] += _error(w[i], h[i], tried[lane], tried[lane + _INVERSE], limits)
+
+
+@kernel
+def _add_eight(w: Floats, h: Floats, at: np.uint64, tried: Floats, limits: Limits) -> None:
+    """Eight times `_add_one`, in the same order, with the sum in a register in between."""
+    for lane in range(LANES):
+        i0 = at + np.uint64(lane)
+        i1, i2, i3 = i0 + np.uint64(LANES), i0 + np.uint64(2 * LANES), i0 + np.uint64(3 * LANES)
+        i4, i5 = i0 + np.uint64(4 * LANES), i0 + np.uint64(5 * LANES)
+        i6, i7 = i0 + np.uint64(6 * LANES), i0 + np.uint64(7 * LANES)
+        s, inverse = tried[lane], tried[lane + _INVERSE]
+        total = tried[lane + _SUM] + _error(w[i0], h[i0], s, inverse, limits)
+        total = total + _error(w[i1], h[i1], s, inverse, limits)
+        total = total + _error(w[i2], h[i2], s, inverse, limits)
+        total = total + _error(w[i3], h[i3], s, inverse, limits)
+        total = total + _error(w[i4], h[i4], s, inverse, limits)
+        total = total + _error(w[i5], h[i5], s, inverse, limits)
+        total = total + _error(w[i6], h[i6], s, inverse, limits)
+        tried[lane + _SUM] = total + _error(w[i7], h[i7], s, inverse, limits)
 
 
 @kernel
@@ -117,7 +134,7 @@ def search_groups(
     peaks: Floats,
     divisors: Floats,
     ulps: Ints,
-    limits: tuple[np.float32, np.float32],
+    limits: Limits,
     scales: Floats,
     errors: Floats,
 ) -> None:
@@ -134,33 +151,40 @@ def search_groups(
             says.
     """
     width = w.shape[1]
-    wt, ht = np.zeros((width, LANES), np.float32), np.zeros((width, LANES), np.float32)
-    s, error = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    wt, ht = (
+        np.zeros(width * LANES, np.float32),
+        np.zeros(width * LANES, np.float32),
+    )  # weight j of lane l at j·LANES + l
+    tried = np.zeros(3 * LANES, np.float32)  # per lane: the candidate scale, its inverse, the error so far
+    tried_bits = tried[:LANES].view(np.int32)
     best, least = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     top = np.zeros(LANES, np.float32)
-    bits = s.view(np.int32)
     for start in range(0, which.size, LANES):
         count = min(LANES, which.size - start)
         for lane in range(count):
             group = which[start + lane]
             row, importance = w[group], h[group % h.shape[0]]
             for j in range(width):
-                wt[j, lane] = row[j]
+                wt[j * LANES + lane] = row[j]
             if start == 0 or h.shape[0] > 1:
                 for j in range(width):
-                    ht[j, lane] = importance[j]
+                    ht[j * LANES + lane] = importance[j]
             top[lane], best[lane], least[lane] = peaks[group], scales[group], errors[group]
         for k in range(divisors.size):
-            divisor = divisors[k]
             for lane in range(LANES):
-                s[lane] = top[lane] / divisor
-                error[lane] = np.float32(0.0)
-            _round_to_bf16(bits, ulps[k])
-            _add_errors(wt, ht, s, error, limits)
+                tried[lane] = top[lane] / divisors[k]
+            _round_to_bf16(tried_bits, ulps[k])
             for lane in range(LANES):
-                better = error[lane] < least[lane]
-                best[lane] = s[lane] if better else best[lane]
-                least[lane] = error[lane] if better else least[lane]
+                tried[lane + _INVERSE] = np.float32(1.0) / tried[lane]
+                tried[lane + _SUM] = np.float32(0.0)
+            for j in range(0, width - 7, 8):
+                _add_eight(wt, ht, np.uint64(j * LANES), tried, limits)
+            for j in range(width - width % 8, width):
+                _add_one(wt, ht, np.uint64(j * LANES), tried, limits)
+            for lane in range(LANES):
+                better = tried[lane + _SUM] < least[lane]
+                best[lane] = tried[lane] if better else best[lane]
+                least[lane] = tried[lane + _SUM] if better else least[lane]
         for lane in range(count):
             group = which[start + lane]
             scales[group], errors[group] = best[lane], least[lane]
