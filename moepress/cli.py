@@ -13,11 +13,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from moepress import __version__
 from moepress.commands import (
     card,
     cluster,
     convert,
+    doctor,
     evaluate,
     fidelity,
     inspect,
@@ -43,6 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
+    doctor.doctor,
     inspect.inspect,
     plan.plan,
     pull.pull,
@@ -67,7 +68,9 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
-        typer.echo(f"moepress {__version__}")
+        from moepress.doctor import environment_line
+
+        typer.echo(environment_line())
         raise typer.Exit
 
 

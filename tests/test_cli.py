@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,10 +56,12 @@ def test_headers_are_read_without_torch(tiny: Callable[[str], TinyCheckpoint]) -
     assert done.stdout.strip() == "[]"
 
 
-def test_version() -> None:
+def test_version_says_what_a_bug_report_needs() -> None:
     from moepress import __version__
 
-    assert moepress("--version").stdout.strip() == f"moepress {__version__}"
+    line = moepress("--version").stdout.strip()
+    assert line.startswith(f"moepress {__version__} (Python {platform.python_version()} in ")
+    assert platform.system() in line
 
 
 @pytest.mark.parametrize("family", sorted(RECIPES))

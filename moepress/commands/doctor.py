@@ -1,0 +1,39 @@
+"""``moepress doctor``: what this machine can do, and what to mend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moepress.commands.console import next_step, stdout
+from moepress.commands.options import AsJson, print_json
+
+MARKS = {"good": "[green]✓[/green]", "note": "[yellow]○[/yellow]", "bad": "[red]✗[/red]"}
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Where outputs are to go.")] = Path(),
+    offline: Annotated[bool, typer.Option("--offline", help="Do not ask the Hub.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what this machine can do: processors, memory, disk speed, GPUs, SGLang, Ray, Hub login; and what to mend."""
+    from moepress.doctor import Diagnosis, diagnose, environment_line
+
+    checks = []
+    if not as_json:
+        stdout.print(environment_line(), soft_wrap=True)
+    for check in diagnose(folder, online=not offline):
+        checks.append(check)
+        if not as_json:
+            stdout.print(f"{MARKS[check.status]} [bold]{check.name}[/bold]: {check.found}", soft_wrap=True)
+            if check.mend:
+                stdout.print(f"    → {check.mend}", soft_wrap=True)
+    diagnosis = Diagnosis(tuple(checks))
+    if as_json:
+        print_json(diagnosis.as_json())
+    elif diagnosis.can_convert:
+        next_step("moepress inspect SRC")
+    if not diagnosis.can_convert:
+        raise typer.Exit(1)
