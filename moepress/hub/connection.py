@@ -173,14 +173,25 @@ def explained(repo: str, revision: str | None = None, *, writing: bool = False) 
 
 
 def _http_cause(error: BaseException) -> BaseException | None:
-    """The error that tells most: huggingface_hub wraps some in 'not found in the local cache', upload threads in others."""
+    """The error that tells most: huggingface_hub wraps some in 'not found in the local cache', upload threads in others.
+
+    hf-xet has a client of its own, whose failures come as Python's: looked at last, when nothing of HTTP is found.
+    """
+    chain: list[BaseException] = []
     seen: BaseException | None = error
-    while seen is not None:
-        ours = isinstance(seen, HfHubHTTPError | httpx.HTTPError | OfflineModeIsEnabled | HFValidationError)
-        if (ours and not isinstance(seen, LocalEntryNotFoundError)) or isinstance(seen, MoepressError):
-            return seen
+    while seen is not None and seen not in chain:
+        chain.append(seen)
         seen = seen.__cause__ or seen.__context__
-    return error if isinstance(error, LocalEntryNotFoundError) else None
+    of_http = (HfHubHTTPError, httpx.HTTPError, OfflineModeIsEnabled, HFValidationError, MoepressError)
+    for found in chain:
+        if isinstance(found, of_http) and not isinstance(found, LocalEntryNotFoundError):
+            return found
+    of_xet = (ConnectionError, TimeoutError, RuntimeError, LocalEntryNotFoundError)
+    return next((found for found in chain if isinstance(found, of_xet) or _is_xet(found)), None)
+
+
+def _is_xet(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] == "hf_xet"
 
 
 def _explain(error: BaseException, repo: str, revision: str | None, writing: bool) -> MoepressError:
@@ -229,6 +240,13 @@ def _explain(error: BaseException, repo: str, revision: str | None, writing: boo
             f"the Hub answered {status}" + (f": {said[:300]}" if said else ""),
             where=f"{error.response.request.method} {error.response.url.path}",
             hint="run the same command again: what is done is kept",
+        )
+    if not isinstance(error, httpx.HTTPError | LocalEntryNotFoundError):
+        said = re.sub(r"\(?https?://\S+|,? ?domain:.*", "", str(error)).strip()  # addresses may be signed
+        return HubUnreachable(
+            f"the transfer broke: {said[:200] or type(error).__name__}",
+            where=endpoint(),
+            hint="run the same command again: what is done is kept; HF_HUB_DISABLE_XET=1 goes another way",
         )
     return HubUnreachable(
         f"the Hub cannot be reached: {type(error).__name__}",

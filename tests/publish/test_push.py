@@ -104,6 +104,17 @@ def test_xet_itself_sends_and_fetches(
     assert len(hub.requests("POST /xet/v1/xorbs/")) == before
 
 
+def test_a_transfer_that_xet_gives_up_is_explained(hub: LocalHub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    hub.faults.append(Fault("POST /xet/v1/xorbs/", status=403, times=9999))
+    with pytest.raises(HubError, match=r"the transfer broke: .*403") as caught:
+        publish(out)
+    assert "http" not in caught.value.what
+    assert on_main(hub) == {}
+    hub.faults.clear()
+    assert publish(out).merged
+
+
 CUTS = {
     "the card is not looked at": Fault("POST /api/validate-yaml", status=500, times=9),
     "no repository is made": Fault("POST /api/repos/create", status=403, times=9),
