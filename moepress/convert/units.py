@@ -215,9 +215,11 @@ class _InFileOrder:
 def _announced(pieces: Iterable[Piece], reader: TensorReader) -> Iterator[Piece]:
     """The same pieces; the disk begins with each as it enters the pool's queue, not when a thread is free for it."""
     for piece in pieces:
-        ref = piece.decision.stored.parts[piece.part]
-        row_bytes = 1 if piece.decision.action == "keep" else ref.nbytes // max(1, piece.decision.stored.shape[0])
-        reader.will_need(ref, offset=piece.first * row_bytes, length=(piece.last - piece.first) * row_bytes)
+        ref, rows = piece.decision.stored.parts[piece.part], slice(piece.first, piece.last)
+        if piece.decision.action == "keep" and ref.shape and ref.nbytes:  # its positions are bytes
+            row_bytes = ref.nbytes // ref.shape[0]
+            rows = slice(piece.first // row_bytes, -(-piece.last // row_bytes))
+        reader.read_ahead(ref, rows)
         yield piece
 
 

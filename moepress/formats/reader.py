@@ -17,7 +17,6 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -88,19 +87,6 @@ class TensorReader:
             self._pread(*self._locate(ref, view.nbytes, offset), view, ref)
         else:
             _finish(self._start(ref, view, offset))
-
-    def will_need(self, ref: TensorRef, *, offset: int = 0, length: int | None = None) -> None:
-        """Lets the disk begin: bytes that `read_into` will ask for soon. Returns at once; only a hint.
-
-        Args:
-            ref: the tensor.
-            offset, length: which of its bytes; all from ``offset`` on when None.
-        """
-        length = ref.nbytes - offset if length is None else length
-        if length and hasattr(os, "posix_fadvise"):
-            descriptor, position = self._locate(ref, length, offset)
-            with suppress(OSError):  # a file system without it
-                os.posix_fadvise(descriptor, position, length, os.POSIX_FADV_WILLNEED)
 
     def bytes(self, ref: TensorRef) -> ByteArray:
         """A tensor's bytes: uint8 [nbytes], owned by the caller."""
