@@ -1,7 +1,7 @@
 """SGLang booted with the plug-in: 32 streams with shared prefixes, a fault in one of them, and nobody else notices.
 
 Two boots: latent attention with pages of 16 tokens, and grouped queries with pages of one token, where SGLang retracts
-requests all the time. In float32, so that a batch of 31 gives a request the same tokens as a batch of 32 (`dense`).
+requests all the time and mixes decoding requests into prefill batches. In float32, so that a batch of 31 gives a request the same tokens as a batch of 32 (`dense`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def guarded(
     tiny: Callable[[str], TinyCheckpoint],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Guarded]:
-    family, page_size, more = {"latent": ("kimi", 16, {}), "grouped": ("qwen3_moe", 1, RETRACTION)}[request.param]
+    family, page_size, more, flags = {
+        "latent": ("kimi", 16, {}, ("--chunked-prefill-size", "128")),
+        "grouped": ("qwen3_moe", 1, RETRACTION, ("--chunked-prefill-size", "64", "--enable-mixed-chunk")),
+    }[request.param]
     work = tmp_path_factory.mktemp(request.param)
     model = unquantized(tiny(family), work / "model")
     faults = work / "faults"
