@@ -113,11 +113,18 @@ class Weights(Section):
 class Calibration(Section):
     """The text that GPTQ and AWQ look at, and what they make of it. Without effect for rtn."""
 
-    text: str = Field("default", description="default (shipped), a .txt or .jsonl file, hub:NAME[:SUBSET][@SPLIT] of a dataset")
+    text: str = Field(
+        "default", description="default (shipped), a .txt or .jsonl file, hub:NAME[:SUBSET][@SPLIT] of a dataset"
+    )
     samples: int = Field(128, ge=1, description="samples")
     length: int = Field(512, ge=16, description="tokens a sample")
     seed: int = Field(0, description="order of documents and choice of windows")
     batch_size: int = Field(8, ge=1, description="samples a forward call; part of the result's last bits")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="what layers compute in and Hessians multiply in; sums are float32 in both. bfloat16 is for GPUs, where it is "
+        "an order of magnitude quicker",
+    )
     hessian: Literal["blend", "expert", "layer"] = Field(
         "blend",
         description="blend: each expert's own, shrunk towards the layer's where tokens are few; expert: its own alone; "
@@ -160,7 +167,9 @@ class Disaggregation(Section):
     prefill_tensor_parallel: int | None = Field(
         None, ge=1, le=1024, description="GPUs of the prefill server; null: as many as decode"
     )
-    transfer_backend: Literal["mooncake", "nixl"] = Field("mooncake", description="what carries the KV cache across")
+    transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl"] = Field(
+        "mooncake", description="what carries the KV cache across; mooncake_tcp: without RDMA"
+    )
     kv_checksum: bool = Field(
         True, description="Adler-32 over each request's cached pages, made by prefill and checked by decode"
     )

@@ -183,29 +183,19 @@ def prefill_and_decode(
     names, why = _both_dtypes(decode, kv_dtypes)
     check_kv_dtypes(*names, decode.contract)
     check_pair(prefill, decode.checkpoint, decode.contract)
-    pd = decode.recipe.serving.disaggregation
-    shared = ["--disaggregation-transfer-backend", pd.transfer_backend]
-    shared += ["--disaggregation-enable-kv-checksum"] if pd.kv_checksum else []
     options = options or ServeOptions()
-    first = servers[0].host == servers[1].host
+    one_machine = servers[0].host == servers[1].host and not cpu_lab
+    first_gpus = (0, servers[0].tensor_parallel if one_machine else 0)
+    sides: tuple[tuple[Literal["prefill", "decode"], Checkpoint, str], ...] = (
+        ("prefill", prefill, "reads prompts"),
+        ("decode", decode.checkpoint, "writes tokens"),
+    )
     roles = []
-    for role, checkpoint, server, name in zip(
-        ("prefill", "decode"), (prefill, decode.checkpoint), servers, names, strict=True
-    ):
-        extra = ["--disaggregation-mode", role, *shared]
-        offset = 0
-        if role == "prefill":
-            extra += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
-        elif first and not cpu_lab:
-            offset = servers[0].tensor_parallel
-            extra += ["--base-gpu-id", str(offset)]
-        mine = replace(options, extra=(*extra, *options.extra))
+    for (side, checkpoint, does), server, name, first in zip(sides, servers, names, first_gpus, strict=True):
+        mine = replace(options, extra=(*_side_flags(side, decode.recipe, first), *options.extra))
         launch = _launch(checkpoint, decode.contract, server, name, python, mine, cpu_lab=cpu_lab)
-        where = "the CPU lab" if cpu_lab else f"{_gpus(server.tensor_parallel, offset)} of {server.host}"
-        what = "reads prompts" if role == "prefill" else "writes tokens"
-        roles.append(
-            Role("prefill" if role == "prefill" else "decode", f"{checkpoint.location} {what}, on {where}", launch)
-        )
+        where = "the CPU lab" if cpu_lab else f"{_gpus(server.tensor_parallel, first)} of {server.host}"
+        roles.append(Role(side, f"{checkpoint.location} {does}, on {where}", launch))
     roles.append(Role("router", "the address for requests", _router(roles, router, router_python)))
     notes = [
         f"KV cache {names[0]} on both sides: {why}",
@@ -213,6 +203,18 @@ def prefill_and_decode(
         "not seen on a GPU by moepress: flags and refusals are read from SGLang 0.5.23's source",
     ]
     return Deployment(tuple(roles), tuple(notes))
+
+
+def _side_flags(side: Literal["prefill", "decode"], recipe: Recipe, first_gpu: int) -> list[str]:
+    pd = recipe.serving.disaggregation
+    flags = ["--disaggregation-mode", side, "--disaggregation-transfer-backend", pd.transfer_backend]
+    if pd.kv_checksum:
+        flags.append("--disaggregation-enable-kv-checksum")
+    if side == "prefill":
+        flags += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
+    if first_gpu:
+        flags += ["--base-gpu-id", str(first_gpu)]
+    return flags
 
 
 def _both_dtypes(decode: Pressed, wishes: tuple[str, str]) -> tuple[tuple[KvDtypeName, KvDtypeName], str]:
