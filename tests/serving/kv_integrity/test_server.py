@@ -1,7 +1,8 @@
 """SGLang booted with the plug-in: 32 streams with shared prefixes, a fault in one of them, and nobody else notices.
 
 Two boots: latent attention with pages of 16 tokens, and grouped queries with pages of one token, where SGLang retracts
-requests all the time and mixes decoding requests into prefill batches. In float32, so that a batch of 31 gives a request the same tokens as a batch of 32 (`dense`).
+requests all the time and mixes decoding requests into prefill batches. In float32, so that a batch of 31 gives a request
+the same tokens as a batch of 32 (`dense`).
 """
 
 from __future__ import annotations
@@ -88,15 +89,7 @@ def guarded(
         tokenizer=False,
         max_total_tokens=8192,
         page_size=page_size,
-        extra=(
-            "--dtype",
-            "float32",
-            "--max-running-requests",
-            "40",
-            "--chunked-prefill-size",
-            "128",
-            "--enable-metrics",
-        ),
+        extra=("--dtype", "float32", "--max-running-requests", "40", "--enable-metrics", *flags),
     )
     launch = sglang_launch(sglang_python, model, port=free_port(), options=options, cpu_lab=True, plugins=[SITE])
     variables = {
