@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ PAGE = 4
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(SITE))
     package = import_module("moepress_kv_integrity")
-    for part in ("tags", "rows", "verify"):
+    for part in ("tags", "rows", "verify", "reporting"):
         import_module(f"moepress_kv_integrity.{part}")
     yield package
     for name in [name for name in sys.modules if name.startswith("moepress_kv_integrity")]:
@@ -146,6 +148,18 @@ def test_which_slots_of_a_row_are_looked_at(position: int, seen: bool, pool: Poo
     """The first of every page and the newest; docs/concepts/kv-integrity.md says so."""
     pool.table[1, position] += 1
     assert pool.wrong() == [seen, False]
+
+
+def test_one_rank_of_a_group_writes_the_line_and_all_count(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(plugin.LOG_VARIABLE, str(tmp_path / "lines"))
+    for writes in (True, False):
+        watch = SimpleNamespace(counters=plugin.reporting.Counters("enforce", 4), mode="enforce", writes=writes)
+        plugin.reporting.violation(watch, "page_mismatch", request="r", position=8)
+        assert watch.counters.violations == {"page_mismatch": 1}
+    (line,) = (tmp_path / "lines").read_text().splitlines()
+    assert json.loads(line).keys() == {"time", "mode", "kind", "request", "position"}
 
 
 def test_bytes_read_are_twenty_a_page(plugin: ModuleType) -> None:

@@ -150,6 +150,7 @@ def _watch_scheduler(original, self, server_args, port_args):
         setattr(thing, ATTRIBUTE, watch)
     group = self.attn_tp_group
     watch.group = group.device_group if group.world_size > 1 else None
+    watch.writes = group.rank_in_group == 0
     if self.metrics_reporter.enable_metrics:
         watch.metrics = reporting.Metrics({"tp_rank": str(self.tp_group.rank_in_group)})
     from . import faults

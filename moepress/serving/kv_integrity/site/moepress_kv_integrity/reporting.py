@@ -51,6 +51,8 @@ class Counters:
 def violation(watch, kind: str, **facts) -> None:
     """Count one violation and write its line. `facts`: numbers and the request's id."""
     watch.counters.violations[kind] = watch.counters.violations.get(kind, 0) + 1
+    if not watch.writes:
+        return
     line = json.dumps({"time": round(time.time(), 3), "mode": watch.mode, "kind": kind, **facts})
     log.error("%s%s", MARKER, line)
     if named := os.environ.get(LOG_VARIABLE):

@@ -43,6 +43,7 @@ class Watch:
         self.unread = None
         self.path: torch.Tensor | None = None
         self.group = None  # torch.distributed group of the ranks that must decide alike; None = this rank alone
+        self.writes = True  # False on all ranks of that group but its first: they see the same violations
         self.metrics = None  # reporting.Metrics, where the server's own are on
         self.faults = None  # faults.Armed, in tests
         self.events_seen = [0] * len(EVENTS)
