@@ -7,9 +7,11 @@ single block. The last block of a dimension is simply cut off: 576 rows in block
 the last covers 64, so nothing here reshapes into whole blocks. Scales may be E8M0: one byte b that stands for
 2^(b − 127), 255 for NaN.
 
-The product is rounded once, in float32: both ways here give the same bits. The compiled loop shifts a code's fields into
-those of a float32, which is the value but for a power of two (subnormals too), and multiplies: no table, so it runs in
-vectors, with the GIL released. The torch lines below it are its plain twin, and what runs on a GPU.
+The product is rounded once, in float32: both ways here give the same bits. The compiled loop moves a code's fields into
+those of a float32 and adds the difference of the biases. That is the value x of a code with an implicit leading one; a
+subnormal code has none, and its value is 2x − 2^-6; the lesser of the two is right for both. No table and no subnormal
+floats, so it runs in vectors at full speed, with the GIL released. The torch lines below it are its plain twin, and what
+runs on a GPU.
 
 Nothing doubtful passes in silence. NaN codes (0x7F, 0xFF) and scales that are NaN, infinite or negative are refused
 with counts, because a reader that clamps or casts would hide them: torch casts infinity to 448, and compressed-tensors
@@ -17,6 +19,8 @@ turns a NaN weight into the integer 0.
 """
 
 from __future__ import annotations
+
+import math
 
 import numba
 import numpy as np
@@ -29,8 +33,9 @@ from moepress.formats.scale_layout import rows_and_columns_per_scale
 E4M3_MAX = 448.0
 """The largest finite e4m3 value."""
 
-E4M3_AS_FLOAT32 = np.float32(2.0**120)
-"""e4m3's fields shifted into those of a float32 give a number too small by the difference of the biases, 127 − 7."""
+_SIGN_AND_FIELDS = np.int32(-0x79000000 + 0x00F00000)  # 0x87F00000
+_BIAS = np.int32((127 - 7) << 23)
+_SMALLEST_NORMAL = np.float32(2.0**-6)
 
 
 def decode_e8m0(scale: torch.Tensor, *, name: str = "E8M0 scale") -> torch.Tensor:
@@ -99,9 +104,10 @@ def decode_fp8(
         block_rows, block_columns = rows_and_columns_per_scale((rows, columns), tuple(scale.shape), block)
     except FormatError as error:
         raise FormatError(error.what, where=name) from error
-    scale = scale.to(codes.device)
     scale = decode_e8m0(scale, name=name) if scale.dtype == torch.float8_e8m0fnu else scale.to(torch.float32)
-    check_scale(scale, name=name)
+    check_scale(scale, name=name)  # where it lies, which is the host as a rule: looking must not wait for a GPU
+    has_zeros = bool((scale == 0).any())
+    scale = scale.to(codes.device)
     scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
     if out is None:
         out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
@@ -116,7 +122,7 @@ def decode_fp8(
             where=name,
             hint="the exporter cast without clamping, or the file is damaged; download the checkpoint again",
         )
-    if bool((scale == 0).any()):
+    if has_zeros:
         _check_zero_scales(codes, scale, block_rows, block_columns, first_row, name)
     return out
 
@@ -127,7 +133,7 @@ def decode_band(
     """The compiled loop on CPU tensors; shapes as in `decode_fp8`, ``scale`` 2-D float32. Returns the NaN count."""
     return int(
         _decode_loop(
-            codes.contiguous().view(torch.uint8).numpy(),
+            codes.contiguous().view(torch.int8).numpy(),
             scale.contiguous().numpy(),
             block_rows,
             block_columns,
@@ -146,19 +152,18 @@ def _decode_loop(codes, scale, block_rows, block_columns, first_row, out):  # ty
         row, target, values = codes[r], bits[r], out[r]
         nans = np.int32(0)
         for c in range(columns):
-            code = np.int32(row[c])
-            magnitude = code & np.int32(0x7F)
-            is_nan = np.int32(magnitude == np.int32(0x7F))
+            is_nan = np.int32((row[c] & np.int8(0x7F)) == np.int8(0x7F))
             nans += is_nan
-            sign, fields = (code & np.int32(0x80)) << np.int32(24), magnitude << np.int32(20)
-            target[c] = sign | fields | is_nan * np.int32(0x7F800000)
+            fields = (np.int32(row[c]) << np.int32(20)) & _SIGN_AND_FIELDS  # copies of the sign are masked away
+            target[c] = (fields + _BIAS) | is_nan * np.int32(0x7F800000)
         not_a_number += np.int64(nans)
         scale_row = (r + first_row) // block_rows
         for b in range((columns + block_columns - 1) // block_columns):
             s = scale[scale_row, b]
             part = values[b * block_columns : min(columns, (b + 1) * block_columns)]
             for c in range(part.size):
-                part[c] = (part[c] * E4M3_AS_FLOAT32) * s
+                size = abs(part[c])
+                part[c] = min(size, (size + size) - _SMALLEST_NORMAL) * math.copysign(s, part[c])
     return not_a_number
 
 
