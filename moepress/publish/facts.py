@@ -112,6 +112,7 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
     neutral = _Neutral(output, title, origin)
     report, weights = output.report, output.recipe.weights
     fidelity, evaluate, validate = (output.found(name) for name in ("fidelity", "evaluate", "validate"))
+    smoke = bool((validate or {}).get("smoke"))  # no GPU: figures of a processor stand beside no GPU's
     kv = kv_treatment(output)
     elsewhere = replace(output, folder=Path(title), source="SRC")
     group = f"groups of {weights.group_size}" if weights.group_size > 0 else "one scale a row"
@@ -137,8 +138,8 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
         fidelity=fidelity,
         evaluate=evaluate,
         validate=validate,
-        speed=speed_points(validate),
-        memory=computed_memory(output, PLANNED_GPU) + measured_memory(validate),
+        speed=[] if smoke else speed_points(validate),
+        memory=computed_memory(output, PLANNED_GPU) + ([] if smoke else measured_memory(validate)),
         kv=[text for text in kv.sentences if (kv.scales or kv.evidence not in text) and "validated server" not in text],
         kv_seen=kv.resolved,
         gates=[neutral.gate(gate) for gate in gates(elsewhere)],
@@ -215,10 +216,14 @@ def _calibration(output: PressedOutput) -> dict[str, Any] | None:
 def _cost(fidelity: Mapping[str, Any] | None, evaluate: Mapping[str, Any] | None) -> list[str]:
     """What it cost, one sentence a measurement; a sentence too where there is none."""
     found = []
-    for name, text in ((fidelity or {}).get("texts") or {}).items():
+    texts = list(((fidelity or {}).get("texts") or {}).values())
+    if texts:
+        kl = _range([text["kl"] for text in texts], "{:.4f}")
+        same = _range([100 * text["top1_agreement"] for text in texts], "{:.1f}")
+        kinds = f"{len(texts)} kinds of held-out text" if len(texts) > 1 else "held-out text"
         found.append(
-            f"On {name}, the next-token distribution moved by {text['kl']:.4f} nats a token (KL), and "
-            f"{text['top1_agreement']:.1%} of the most likely tokens are the same."
+            f"On {kinds}, the next-token distribution moved by {kl} nats a token (KL), and {same} % of the most likely "
+            "tokens are the same."
         )
     if evaluate is None:
         found.append("**No task was scored**: what it costs in answers is not known.")
@@ -234,6 +239,11 @@ def _cost(fidelity: Mapping[str, Any] | None, evaluate: Mapping[str, Any] | None
     else:
         found.append("**No task was scored**: what it costs in answers is not known.")
     return found
+
+
+def _range(values: list[float], form: str) -> str:
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | None) -> list[str]:

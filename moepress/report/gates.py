@@ -52,7 +52,7 @@ def figure_text(figure: Any) -> str:
         return "–"
     if not isinstance(figure, Mapping) or "value" not in figure:
         return f"{figure:,.4g}" if isinstance(figure, float) else str(figure)
-    unit = figure.get("unit") or ""
+    unit = "" if figure.get("unit") in (None, "1") else figure["unit"]
     text = _number(figure["value"])
     if figure.get("min") is not None and figure.get("max") is not None and figure["min"] != figure["max"]:
         text += f" ({_number(figure['min'])} to {_number(figure['max'])})"

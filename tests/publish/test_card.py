@@ -72,6 +72,14 @@ def test_what_was_measured_is_shown(out: Path) -> None:
     assert len(index) == 2  # KL compares the two and is no score of the pressed model
 
 
+def test_figures_of_a_processor_stand_beside_no_gpus(out: Path) -> None:
+    write_result(out, "validate", "not judged", {**measured.VALIDATE, "smoke": True})
+    text = card_of(out)
+    assert "**There was no GPU**" in text
+    assert "495.7" not in text
+    assert ", measured:" not in text
+
+
 def test_a_stale_result_is_not_shown(out: Path) -> None:
     write_result(out, "evaluate", "fail", measured.EVALUATE)
     report = json.loads((out / "moepress_report.json").read_text())
