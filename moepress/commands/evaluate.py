@@ -255,7 +255,14 @@ def show(result: Evaluated, settings: Settings) -> None:
 def _show_fidelity(result: Evaluated) -> None:
     domains = result.sections["fidelity"]
     exact = all(domain["kl_is"] == "exact" for domain in domains.values())
-    right = ("tokens", "KL" if exact else "KL ≥", *(() if exact else ("unseen",)), "same top token", "perplexity", "pressed")
+    right = (
+        "tokens",
+        "KL" if exact else "KL ≥",
+        *(() if exact else ("unseen",)),
+        "same top token",
+        "perplexity",
+        "pressed",
+    )
     rows = table("text", right=right)
     rows.add_column("")
     for name, domain in domains.items():
