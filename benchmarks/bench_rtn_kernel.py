@@ -2,11 +2,15 @@
 
     python -m benchmarks.bench_rtn_kernel --rows 512 --columns 7168 --rounds 7
 
-    moepress max | mse     rtn_band: codes, scales and error sums, into buffers that are reused
-    compressed-tensors     calculate_qparams and quantize in float32: codes and scales, the same as ``max``
-    torch                  rtn_plain, the twin that the kernels are held to
+    float32 → codes, scales and error sums, into buffers that are reused
+        moepress max | mse     rtn_band
+        compressed-tensors     calculate_qparams and quantize in float32: codes and scales, the same as ``max``
+        torch                  rtn_plain, the twin that the kernels are held to
+    block FP8 → packed words and scales, as a conversion does it
+        fused max              press_kernel: one compiled pass
+        chain max              decode_band, rtn_band, pack_int4 in tiles of a megabyte: the pass's twin
 
-Contenders take turns inside a round; medians of processor seconds of the one thread. JSON on standard output.
+Contenders take turns inside a round; medians and minima of processor seconds of the one thread. JSON on standard output.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from benchmarks.measure import machine
+from moepress.convert.press_kernel import press_fp8_rows
+from moepress.formats.fp8 import decode_band, encode_fp8_block
+from moepress.formats.int4 import pack_int4
 from moepress.quantize.grid import Grid
 from moepress.quantize.rtn import Scale, rtn_band, rtn_plain
 
@@ -49,11 +56,28 @@ def contenders(weight: torch.Tensor, grid: Grid) -> dict[str, Callable[[], objec
         scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
         return quantize(weight, scale, zero_point, args, dtype=torch.int8)
 
+    stored, block_scales = encode_fp8_block(weight)
+    fp8_bits, fp8_scales = stored.view(torch.int8).numpy(), block_scales.numpy()
+    packed = torch.empty((rows, columns // 8), dtype=torch.int32)
+    words = packed.numpy().view(np.uint32)
+    tile_rows = (1 << 20) // (4 * columns)
+    values = torch.empty(tile_rows, columns)
+
+    def chain() -> None:
+        for first in range(0, rows, tile_rows):
+            last = min(first + tile_rows, rows)
+            tile, tile_codes = values[: last - first], codes[: last - first]
+            decode_band(stored[first:last], block_scales, 128, 128, first, tile)
+            rtn_band(tile.numpy(), tile_codes, scales[first:last], grid, "max")
+            pack_int4(torch.from_numpy(tile_codes), out=packed[first:last])
+
     return {
         "moepress max": band("max"),
         "moepress mse": band("mse"),
         "compressed-tensors": peer,
         "torch": lambda: rtn_plain(weight, grid),
+        "fused max": lambda: press_fp8_rows(fp8_bits, fp8_scales, (128, 128), 0, words, scales, grid.half_range),
+        "chain max": chain,
     }
 
 
@@ -80,6 +104,7 @@ def main() -> None:
         "machine": machine(),
         "versions": {package: version(package) for package in ("torch", "compressed-tensors", "numba")},
         "nanoseconds_per_weight": {name: round(statistics.median(taken), 3) for name, taken in times.items()},
+        "least": {name: round(min(taken), 3) for name, taken in times.items()},
         "runs": {name: [round(each, 3) for each in taken] for name, taken in times.items()},
     }
     print(json.dumps(report, indent=2))
