@@ -38,11 +38,17 @@ class CheckpointWeights:
     def names(self) -> Collection[str]:
         return self._stored.keys()
 
-    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
+    def load(self, name: str, rows: slice | None = None, *, device: str = "cpu") -> torch.Tensor:
         stored = self._stored.get(name)
         if stored is None:
             raise CheckpointError(f"no weight named {name}", where=self._location)
-        return load_weight(self._reader, stored, rows=rows)
+        return load_weight(self._reader, stored, rows=rows, device=device)
+
+    def expect(self, names: Collection[str], rows: slice | None = None) -> None:
+        for name in names:
+            stored = self._stored.get(name)
+            for ref in stored.parts.values() if stored is not None else ():
+                self._reader.read_ahead(ref, rows)
 
     def __enter__(self) -> Self:
         self._reader.__enter__()

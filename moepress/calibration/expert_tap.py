@@ -100,7 +100,7 @@ class RoutedTokens:
     def inputs(self, start: int, stop: int) -> torch.Tensor:
         """x [t, C] alone; only to be read."""
         x = self.x.read(start, stop)
-        return x if self.divisor is None else x / self.divisor.to(x.dtype)
+        return x if self.divisor is None else x / self.divisor.to(x.device, x.dtype)
 
     def tokens_per_expert(self) -> list[int]:
         """Routed tokens of every expert of the layer."""

@@ -201,7 +201,8 @@ class CacheProbe:
         """values [b, S, D] or [b, heads, S, D] -> the same, as stored."""
         if self._real is None:
             raise RuntimeError("neither observe() nor store() was called")
-        seen = values.transpose(1, 2)[self._real] if values.dim() == 4 else values[self._real]
+        real = self._real.to(values.device)
+        seen = values.transpose(1, 2)[real] if values.dim() == 4 else values[real]
         magnitude = seen.float().abs()
         self.amax[name] = max(self.amax.get(name, 0.0), float(magnitude.max()) if magnitude.numel() else 0.0)
         if self._scales is None:
@@ -291,7 +292,7 @@ class _Few:
         counts: dict[str, _Counts] = {}
         error = norm = 0.0
         for start, stop, exact in self._exact:
-            real = self._stream.real(start, stop)
+            real = self._stream.real(start, stop).to(exact.device)
             self._probe.store(real, scales, counts)
             stored = self._layer.attention(self._stream, start, stop, self._probe)
             error += float((stored[real] - exact[real]).double().square().sum())

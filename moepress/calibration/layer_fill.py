@@ -55,6 +55,10 @@ class ExpertBlock:
     def experts(self) -> range:
         return range(self.first, self.first + len(self.gate_up))
 
+    def to(self, device: str, dtype: torch.dtype) -> ExpertBlock:
+        """The same weights on a device, in a type; itself where both are right."""
+        return ExpertBlock(self.first, self.gate_up.to(device, dtype), self.down.to(device, dtype))
+
 
 @dataclass(frozen=True)
 class LayerNames:
@@ -157,7 +161,7 @@ def fill(
         published = names.get(key)
         if published is None:
             raise CheckpointError(f"nothing fills parameter {key} of {type(module).__name__}")
-        weight = _of_shape(source.load(published), wanted.shape, published)
+        weight = _of_shape(source.load(published, device=device), wanted.shape, published)
         kept = any(part in key for part in kept_in_float32)
         _assign(module, key, weight.to(device=device, dtype=torch.float32 if kept else dtype))
     left = [key for key, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
@@ -181,13 +185,22 @@ def load_experts(
     down = torch.empty(len(experts), hidden, inner, dtype=dtype, device=device)
     if names.fused is not None:
         for name, block in zip(names.fused, (gate_up, down), strict=True):
-            block.copy_(_of_shape(source.load(name, slice(experts.start, experts.stop)), block.shape, name))
+            some = source.load(name, slice(experts.start, experts.stop), device=device)
+            block.copy_(_of_shape(some, block.shape, name))
         return ExpertBlock(experts.start, gate_up, down)
     for slot, expert in enumerate(experts):
         parts = (gate_up[slot, :inner], gate_up[slot, inner:], down[slot])
         for name, part in zip(names.experts[expert], parts, strict=True):
-            part.copy_(_of_shape(source.load(name), part.shape, name))
+            part.copy_(_of_shape(source.load(name, device=device), part.shape, name))
     return ExpertBlock(experts.start, gate_up, down)
+
+
+def expect_experts(names: LayerNames, source: WeightSource, experts: range) -> None:
+    """A block of experts that will be loaded next; its bytes may begin to come while something else is computed."""
+    if names.fused is not None:
+        source.expect(names.fused, slice(experts.start, experts.stop))
+    else:
+        source.expect([name for expert in experts for name in names.experts[expert]])
 
 
 def _assign(module: nn.Module, key: str, weight: torch.Tensor) -> None:

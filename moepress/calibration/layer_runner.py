@@ -34,7 +34,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from moepress.calibration.activations import Activations, Scratch
 from moepress.calibration.decoder import CacheView, DecoderClasses
 from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, TapInputs, experts_forward, sort_by_expert
-from moepress.calibration.layer_fill import ExpertBlock, LayerNames, load_experts
+from moepress.calibration.layer_fill import ExpertBlock, LayerNames, expect_experts, load_experts
 from moepress.calibration.weights import WeightSource
 
 ExpertWeights = Callable[[range], ExpertBlock]
@@ -259,14 +259,23 @@ class OpenLayer:
         x, expert, weight = (part.to(self._context.settings.device) for part in routed)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = sort_by_expert(expert, self._context.num_experts)
+        settings = self._context.settings
         for experts in self.expert_blocks():
-            experts_forward((x, expert, weight), order, (weights or self.load_experts)(experts), out)
+            block = (weights or self.load_experts)(experts).to(settings.device, settings.dtype)
+            experts_forward((x, expert, weight), order, block, out)
         return out
 
-    def load_experts(self, experts: range) -> ExpertBlock:
-        """The source's weights of consecutive experts, decoded and stacked."""
-        settings = self._context.settings
-        return load_experts(self._names, self._context.source, experts, device=settings.device, dtype=settings.dtype)
+    def load_experts(self, experts: range, *, dtype: torch.dtype | None = None) -> ExpertBlock:
+        """The source's weights of consecutive experts, decoded and stacked; the disk goes on with the next ones.
+
+        Args:
+            dtype: None = what the run computes in.
+        """
+        settings, source = self._context.settings, self._context.source
+        following = range(experts.stop, min(experts.stop + len(experts), self._context.num_experts))
+        block = load_experts(self._names, source, experts, device=settings.device, dtype=dtype or settings.dtype)
+        expect_experts(self._names, source, following)
+        return block
 
     def expert_blocks(self) -> Iterator[range]:
         """Ranges of experts that fit `RunSettings.expert_bytes`, ascending."""
@@ -313,6 +322,7 @@ class OpenLayer:
 
     def _add_block(self, stream: Stream, routed: RoutedTokens, block: ExpertBlock, total: Activations) -> None:
         device = self._context.settings.device
+        block = block.to(device, self._context.settings.dtype)
         for start, stop in self.batches(stream):
             first, last = stream.first_token(start), stream.first_token(stop)
             x, expert, weight = (part.to(device) for part in routed.read(first, last))

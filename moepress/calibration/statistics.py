@@ -11,9 +11,12 @@ once for gate and up, which read the same input x, and once for down, which read
 x̃ goes through gate and up as already quantized, x through the source's. Tokens are paired by their index and routed as
 the quantized run routes them: those are the inputs that the quantized expert will meet.
 
+Sums are float32. What is multiplied has the type that the layers compute in: float32, or BF16 on a GPU's tensor cores, whose
+sums are float32 too (`quantize.hessian`).
+
 Sums are left as sums: shrinking towards the layer's pooled moments and damping belong to ``quantize``.
 
-Order: tokens in chunks of `TOKENS_PER_CHUNK` by their index in the layer, within a chunk one float32 matrix product per
+Order: tokens in chunks of `TOKENS_PER_CHUNK` by their index in the layer, within a chunk one matrix product per
 expert, chunks added in order. So the bytes do not depend on batches, on how experts are cut into blocks, or on how many
 workers share them. What is inside one matrix product belongs to the BLAS: MKL may split it differently for another
 number of threads, unless MKL_CBWR=AUTO,STRICT is set when the process starts.
@@ -31,7 +34,7 @@ import torch
 from moepress.calibration.expert_tap import RoutedTokens, expert_inner, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.errors import QuantizeError
-from moepress.quantize.hessian import add_gram, mirror
+from moepress.quantize.hessian import add_gram, add_product, mirror
 
 TOKENS_PER_CHUNK = 16384
 
@@ -118,10 +121,10 @@ def down_moments(
     """
     sums = _Sums(block.experts, block.down.shape[-1], with_cross=source_block is not None, device=device)
     for slot, ours, theirs, weight in _rows(routed, block.experts, source, device):
-        inner = expert_inner(ours, block.gate_up[slot].float())
+        inner = expert_inner(ours, block.gate_up[slot].to(ours.dtype))
         target = None
         if source_block is not None:
-            target = expert_inner(ours if theirs is None else theirs, source_block.gate_up[slot].float())
+            target = expert_inner(ours if theirs is None else theirs, source_block.gate_up[slot].to(ours.dtype))
         sums.add(slot, inner, target, weight if router_weighted else None)
     return sums.finished("down")
 
@@ -135,7 +138,7 @@ def pooled_moments(routed: RoutedTokens, *, device: str = "cpu") -> PooledMoment
     hidden = routed.x.shape[1]
     gram = torch.zeros(hidden, hidden, device=device)
     for start, stop in _chunks(len(routed)):
-        x = routed.inputs(start, stop).to(device, torch.float32)
+        x = routed.inputs(start, stop).to(device)
         add_gram(gram, x)
     if not bool(torch.isfinite(gram).all()):
         raise QuantizeError(
@@ -159,11 +162,12 @@ class _Sums:
         """Add one expert's rows of one chunk: ours, theirs [n, D]; weight [n], not yet squared."""
         self._tokens[slot] += len(ours)
         self._mass[slot] += len(ours) if weight is None else weight.double().square().sum().cpu()
-        scaled = ours if weight is None else ours * weight[:, None]
+        scaled = ours if weight is None else (ours * weight[:, None]).to(ours.dtype)
         add_gram(self._gram[slot], scaled)
         if self._cross is not None and theirs is not None:
-            difference = theirs - ours if weight is None else (theirs - ours) * weight[:, None]
-            self._cross[slot].addmm_(difference.T, scaled)
+            difference = theirs.float() - ours.float()
+            difference = difference if weight is None else difference * weight[:, None]
+            add_product(self._cross[slot], difference.to(ours.dtype), scaled)
 
     def finished(self, what: str) -> InputMoments:
         """The sums, after a look for NaN and infinity."""
@@ -181,12 +185,12 @@ class _Sums:
 def _rows(
     routed: RoutedTokens, experts: range, source: RoutedTokens | None, device: str
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    """(slot, x̃ [n, C], x [n, C] or None, weight [n]) per expert and chunk, float32, n > 0."""
+    """(slot, x̃ [n, C], x [n, C] or None, weight [n]) per expert and chunk, as they are stored, n > 0."""
     for start, stop in _chunks(len(routed)):
         x, expert, weight = routed.read(start, stop)
         order = sort_by_expert(expert, routed.num_experts)
-        x = x.to(device, torch.float32)
-        paired = None if source is None else source.inputs(start, stop).to(device, torch.float32)
+        x = x.to(device)
+        paired = None if source is None else source.inputs(start, stop).to(device)
         for slot, index in enumerate(experts):
             tokens, slots = order.of(index)
             if len(tokens) == 0:

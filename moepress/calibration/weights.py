@@ -23,14 +23,19 @@ class WeightSource(Protocol):
         """Every logical weight name, as published."""
         ...
 
-    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
+    def load(self, name: str, rows: slice | None = None, *, device: str = "cpu") -> torch.Tensor:
         """The weight, decoded: float32, contiguous, owned by the caller.
 
         Args:
             name: one of `names`.
             rows: a range of the first dimension (of fused experts: experts); None = the whole, logical shape.
+            device: where the weight is wanted; what is stored in a byte travels there as a byte.
 
         Raises:
             CheckpointError: there is no such weight.
         """
+        ...
+
+    def expect(self, names: Collection[str], rows: slice | None = None) -> None:
+        """These will be loaded soon: a disk may begin to read. Returns at once, and changes nothing but time."""
         ...

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import duration, next_step, note, size, stderr, stdout, table
+from moepress.commands.device import Device, DeviceChoice, device_of_this_process
 from moepress.commands.hub_source import DeleteSource, SourceFolder, Stream, here_or_arriving
 from moepress.commands.kv_table import show_kv
 from moepress.commands.options import (
@@ -45,6 +46,7 @@ def convert(
     overrides: Overrides = None,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
+    device: Device = DeviceChoice.auto,
     workers: WorkerCount = None,
     ray_address: RayAddress = None,
     worker_threads: WorkerThreads = 1,
@@ -63,7 +65,9 @@ def convert(
 
     loaded: Recipe = load_recipe(recipe, overrides or ())
     place = place_of_work(workers, ray_address, worker_threads, worker_gpus, gather, wait_for_workers)
+    computing = device_of_this_process(device, workers)
     command = f"moepress convert {source} {out} --recipe {recipe_words(recipe, overrides)}"
+    command += f" --device {device.value}" * (device is not DeviceChoice.auto)
     command += " --stream" * stream + " --delete-source" * delete_source
     command += f" --source-dir {source_dir}" if source_dir else ""
     if stream and place is not None:
@@ -85,6 +89,7 @@ def convert(
                 watcher=progress,
                 place=place,
                 arrivals=arrivals,
+                device=computing,
             )
     except KeyboardInterrupt:
         note(f"stopped; finished shards are kept. To resume:\n  {command}")

@@ -1,6 +1,7 @@
 """What calibration will take, before it begins: memory from arithmetic, time from operations over measured rates.
 
-For T = N·S tokens, s runs side by side (2 with error-aware targets: source and quantized), experts of I × C, K of them a token:
+For T = N·S tokens, s runs side by side (2 with error-aware targets or KV scales: source and quantized), experts of I × C,
+K of them a token:
 
     forward    2·T·s·(dense parameters + K·3·I·C) + 2·T·s·S·heads·(qk + v)               matrix products
     moments    T·C² + T·K·(C² + I²) + 2·T·K·(C² + I²) with cross terms + the extra pass through gate and up
@@ -22,8 +23,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moepress.calibration.memory import MemoryNeed, memory_need
+from moepress.convert.kv_plan import emission_for
 from moepress.formats.architecture import expected_weights
-from moepress.formats.families import Component, expert_count, identify_family, text_config
+from moepress.formats.families import Component, Family, expert_count, identify_family, text_config
+from moepress.formats.runtime_contract import contract_for
 from moepress.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -115,7 +118,7 @@ def calibration_cost(config: Mapping[str, Any], recipe: Recipe, *, available: in
         length=calibration.length,
         batch_size=calibration.batch_size,
         expert_bytes=held,
-        streams=_streams(recipe),
+        streams=_streams(identify_family(config), recipe),
     )
     block = max(1, held // (4 * 3 * inner * hidden))
     widest = max(hidden, inner)
@@ -134,7 +137,7 @@ def operations(config: Mapping[str, Any], recipe: Recipe) -> Operations:
     """The formulas of the module's docstring."""
     text = text_config(identify_family(config), config)
     hidden, inner, calibration = int(text["hidden_size"]), inner_size(text), recipe.calibration
-    tokens, runs = calibration.samples * calibration.length, _streams(recipe)
+    tokens, runs = calibration.samples * calibration.length, _streams(identify_family(config), recipe)
     specs = [spec for spec in expected_weights(config) if spec.copy_of is None and spec.identity.layer is not None]
     dense = sum(spec.numel for spec in specs if spec.identity.component in _DENSE)
     experts = [spec for spec in specs if spec.identity.component is Component.ROUTED_EXPERT]
@@ -170,11 +173,15 @@ def timed(cost: CalibrationCost, checkpoint: Checkpoint, plan: ConversionPlan) -
     return CalibrationCost(cost.memory, cost.scratch, cost.available, todo, seconds)
 
 
-def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int) -> int:
-    """Bytes of decoded experts in a block, such that they, their Hessians, cross terms and targets fit the recipe's memory.
+def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int, *, memory: int | None = None) -> int:
+    """Bytes of decoded experts in a block, such that they, their Hessians, cross terms and targets fit the memory.
 
     Per expert and matrix pair, float32: weights, target and quantized values 3 × 3·I·C; gram and cross 2 × C² (gate and up),
-    then 2 × I² (down); and one more C² each while they are factored.
+    then 2 × I² (down); and one more C² each while they are factored. A GPU has all experts of the block in every step
+    at once, so there all of them are counted: factor and panels 2 × C², and twice the weights (see ``gptq_batched``).
+
+    Args:
+        memory: of a GPU; None = main memory, as much as the recipe says.
     """
     weights = 4 * 3 * inner * hidden
     if "gptq" not in recipe.weights.algorithm:
@@ -182,7 +189,9 @@ def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int) -> int:
     else:
         each = 3 * weights + 4 * 2 * max(hidden, inner) ** 2
     working = 4 * 4 * max(hidden, inner) ** 2
-    fitting = max(1, int((recipe.calibration.memory - working) // each))
+    if memory is not None:
+        each += 2 * weights + 4 * 2 * max(hidden, inner) ** 2
+    fitting = max(1, int(((memory or recipe.calibration.memory) - working) // each))
     return min(fitting, experts) * weights
 
 
@@ -191,8 +200,11 @@ def inner_size(text: Mapping[str, Any]) -> int:
     return int(text.get("moe_intermediate_size") or text["intermediate_size"])
 
 
-def _streams(recipe: Recipe) -> int:
-    return 2 if recipe.calibration.error_aware and "gptq" in recipe.weights.algorithm else 1
+def _streams(family: Family, recipe: Recipe) -> int:
+    """Runs side by side: the quantized one, and the source's for error-aware targets or for KV scales."""
+    error_aware = recipe.calibration.error_aware and "gptq" in recipe.weights.algorithm
+    contract = contract_for(recipe.serving.server, recipe.serving.version, family.key)
+    return 2 if error_aware or emission_for(recipe, contract)[0] != "none" else 1
 
 
 def _product_rate(size: int = 1024, budget: float = 0.25) -> float:

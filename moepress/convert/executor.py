@@ -132,10 +132,12 @@ def press_experts(layer: OpenLayer, experts: range, inputs: LayerInputs, recipe:
     Raises:
         QuantizeError: named by layer and experts.
     """
+    import torch
+
     from moepress.convert.expert_block import press_block
 
     try:
-        return press_block(layer.load_experts(experts), inputs, recipe)
+        return press_block(layer.load_experts(experts, dtype=torch.float32), inputs, recipe)
     except QuantizeError as error:
         place = f"layer {layer.index}, experts {experts.start} to {experts.stop - 1}"
         raise QuantizeError(error.what, where=place, hint=error.hint) from error

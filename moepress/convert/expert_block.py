@@ -97,6 +97,8 @@ def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pres
         counts = inputs.ours.tokens_per_expert()
         for (expert, _), record in records.items():
             record["tokens"] = counts[expert]
+    for record in records.values():
+        record["device"] = block.down.device.type
     _measure_halves(block, gate_up, records)
     return PressedBlock(block.experts, gate_up, down, records)
 
@@ -104,7 +106,9 @@ def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pres
 def _smooth(
     block: ExpertBlock, inputs: LayerInputs, grid: Grid, recipe: Recipe
 ) -> tuple[ExpertBlock, dict[int, float]]:
-    moments = down_moments(inputs.ours, block, router_weighted=recipe.calibration.router_weighted)
+    moments = down_moments(
+        inputs.ours, block, router_weighted=recipe.calibration.router_weighted, device=str(block.down.device)
+    )
     gate_up, down = block.gate_up.clone(), torch.empty_like(block.down)
     inner = block.down.shape[-1]
     alphas = {}
@@ -129,8 +133,9 @@ def _gate_up(
         block.experts,
         source=inputs.source if calibration.error_aware else None,
         router_weighted=calibration.router_weighted,
+        device=str(block.gate_up.device),
     )
-    pooled = _mean(inputs.pooled.gram, inputs.pooled.tokens)
+    pooled = _mean(inputs.pooled.gram, inputs.pooled.tokens).to(block.gate_up.device)
     hessians = pooled
     if calibration.hessian != "layer":
         target = gate_up_target(pooled)
@@ -154,6 +159,7 @@ def _down(
         source=inputs.source if calibration.error_aware else None,
         source_block=block if calibration.error_aware else None,
         router_weighted=calibration.router_weighted,
+        device=str(block.down.device),
     )
     for slot, tokens in enumerate(moments.tokens.tolist()):
         own = _mean(moments.gram[slot], float(moments.mass[slot]))
@@ -206,7 +212,7 @@ def _aim(weight: torch.Tensor, hessians: torch.Tensor, moments: InputMoments) ->
         target[slot] = aimed.weight
         return aimed.change
 
-    return target, side_by_side(one, range(len(weight)))
+    return target, side_by_side(one, range(len(weight)), None if weight.device.type == "cpu" else 1)
 
 
 def _round(weight: torch.Tensor, grid: Grid, recipe: Recipe) -> tuple[QuantizedWeight, list[dict[str, Any]]]:

@@ -23,7 +23,13 @@ from moepress.formats.checkpoint import Checkpoint
 
 
 def measure_source(
-    checkpoint: Checkpoint, kv: KvScales, journal: Journal, samples: CalibrationSet, watcher: Any
+    checkpoint: Checkpoint,
+    kv: KvScales,
+    journal: Journal,
+    samples: CalibrationSet,
+    watcher: Any,
+    *,
+    device: str = "cpu",
 ) -> None:
     """Measures every layer that `kv` misses; nothing to do when it misses none.
 
@@ -31,6 +37,7 @@ def measure_source(
         checkpoint: the source.
         samples: the calibration set.
         watcher: told about layers.
+        device: where layers compute.
 
     Raises:
         QuantizeError, CheckpointError: named by layer; measured layers stay.
@@ -38,7 +45,7 @@ def measure_source(
     if not kv.missing:
         return
     calibration = kv.plan.recipe.calibration
-    settings = RunSettings(batch_size=calibration.batch_size, expert_bytes=calibration.memory)
+    settings = RunSettings(batch_size=calibration.batch_size, device=device, expert_bytes=calibration.memory)
     folder = journal.state / "scratch"
     with (
         CheckpointWeights(checkpoint) as weights,

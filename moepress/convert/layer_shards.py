@@ -92,6 +92,6 @@ def matrices(block: PressedBlock) -> Iterator[tuple[int, str, torch.Tensor, torc
 
 def packed(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Iterator[tuple[str, Any]]:
     """The three tensors of a quantized weight, in the order of the shard."""
-    yield f"{name}_packed", pack_int4(codes)
-    yield f"{name}_scale", scales
+    yield f"{name}_packed", pack_int4(codes).cpu()
+    yield f"{name}_scale", scales.cpu()
     yield f"{name}_shape", np.array(codes.shape, np.int64)

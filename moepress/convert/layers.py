@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
+from moepress.calibration.device import device_memory
 from moepress.calibration.expert_tap import RoutedTokens
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.calibration.layer_runner import OpenLayer, RunSettings, Stream
@@ -62,6 +63,7 @@ class CalibratedLayers:
         executor: does the work.
         watcher: told about layers, bytes and finished units.
         kv: measures the source run's layers on the way; None without KV scales.
+        device: where layers compute, and blocks of experts are pressed that the executor presses in this process.
     """
 
     def __init__(
@@ -73,9 +75,12 @@ class CalibratedLayers:
         executor: Executor,
         watcher: Any,
         kv: KvScales | None = None,
+        *,
+        device: str = "cpu",
     ) -> None:
         self.checkpoint, self.plan, self.journal = checkpoint, plan, journal
         self.samples, self.executor, self.watcher, self.kv = samples, executor, watcher, kv
+        self.device = device
         self.shards: dict[int, list[ShardPlan]] = {}
         for shard in plan.shards:
             if shard.layer is not None:
@@ -83,6 +88,7 @@ class CalibratedLayers:
         self.done = {
             layer for layer, shards in self.shards.items() if all(journal.receipt(shard.name) for shard in shards)
         }
+        self._last = -1
         self.names = {
             (d.identity.layer, d.identity.expert, d.identity.projection): name
             for name, d in plan.decisions.items()
@@ -100,8 +106,9 @@ class CalibratedLayers:
             return
         measured = self.kv.missing if self.kv is not None else set()
         work = sorted({*work, *measured})
+        self._last = work[-1]
         recipe = self.plan.recipe
-        settings = run_settings(self.checkpoint, self.plan)
+        settings = run_settings(self.checkpoint, self.plan, device=self.device)
         folder = self.journal.state / "scratch"
         with (
             CheckpointWeights(self.checkpoint) as weights,
@@ -148,7 +155,8 @@ class CalibratedLayers:
                     self._press(layer, index, ours, mine, theirs if self._error_aware else None, model.source)
                 mine.release()
             if theirs is not None and source is not None:
-                self.executor.experts(layer, source, theirs, None)
+                if index < min(self._last, model.num_layers):  # nobody reads what comes out of the last one
+                    self.executor.experts(layer, source, theirs, None)
                 theirs.release()
 
     def _press(
@@ -161,12 +169,12 @@ class CalibratedLayers:
         weights: WeightSource,
     ) -> None:
         """Quantizes the layer's experts block by block, and writes them as they come."""
-        pooled = pooled_moments(mine)
+        pooled = pooled_moments(mine, device=self.device)
         with LayerShards(self.shards[index], self.plan, self.journal, self.watcher) as writer:
             if self.plan.recipe.smooths_norms:
                 factors = self._rescale(index, pooled, weights, writer)
                 mine, theirs = mine.smoothed(factors), None if theirs is None else theirs.smoothed(factors)
-                pooled = PooledMoments(pooled.tokens, smoothed_hessian(pooled.gram, factors))
+                pooled = PooledMoments(pooled.tokens, smoothed_hessian(pooled.gram, factors.to(pooled.gram.device)))
 
             def take(block: PressedBlock) -> None:
                 for expert, projection, codes, scales in matrices(block):
@@ -206,10 +214,15 @@ class CalibratedLayers:
 def run_settings(checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = "cpu") -> RunSettings:
     """How the plan's recipe runs layers of this checkpoint."""
     recipe, text = plan.recipe, text_config(plan.family, checkpoint.config)
+    dtype = getattr(torch, recipe.calibration.precision)
+    held = block_bytes(
+        recipe, int(text["hidden_size"]), inner_size(text), expert_count(text), memory=device_memory(device)
+    )
     return RunSettings(
         batch_size=recipe.calibration.batch_size,
         device=device,
-        expert_bytes=block_bytes(recipe, int(text["hidden_size"]), inner_size(text), expert_count(text)),
+        dtype=dtype,
+        expert_bytes=held * dtype.itemsize // torch.float32.itemsize,
     )
 
 

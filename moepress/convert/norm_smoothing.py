@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,11 +59,13 @@ def find_norm_scales(
     """
     band = max(1, ROWS_MEASURED // len(readers))
     rows: list[torch.Tensor] = []
+    device = str(hessian.device)
     for name in readers:
         first = (len(rows) * band) % 128  # bands from different places of different experts
-        part = source.load(name, slice(first, first + band))
-        rows.append(part if len(part) else source.load(name, slice(0, band)))
-    return search_norm(torch.cat(rows), hessian, grid, scale=scale)
+        part = source.load(name, slice(first, first + band), device=device)
+        rows.append(part if len(part) else source.load(name, slice(0, band), device=device))
+    found = search_norm(torch.cat(rows), hessian, grid, scale=scale)
+    return replace(found, scales=found.scales.cpu())
 
 
 def rescaled_weights(

@@ -69,6 +69,7 @@ def convert(
     watcher: Watcher | None = None,
     place: Place | None = None,
     arrivals: Arrivals | None = None,
+    device: str = "cpu",
 ) -> Conversion:
     """Presses the checkpoint at ``source`` into ``out``.
 
@@ -80,6 +81,7 @@ def convert(
         watcher: is told about progress.
         place: where the work is done, for example by workers of a cluster; this process by default. Changes no byte.
         arrivals: the source is still arriving; then ``source`` is what it is called.
+        device: where layers and calibrated experts are computed: ``auto``, ``cpu`` or ``cuda``. Changes codes in a few places.
 
     Raises:
         CheckpointError, FormatError: the source is incomplete or damaged.
@@ -90,6 +92,10 @@ def convert(
     watcher = watcher or Silent()
     checkpoint = arrivals.checkpoint if arrivals is not None else open_checkpoint(source)
     needed = reads_calibration_text(identify_family(checkpoint.config), recipe)
+    if needed:
+        from moepress.calibration.device import resolve_device
+
+        device = resolve_device(device)
     samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if needed else None
     plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
     journal = Journal(out, plan)
@@ -136,13 +142,13 @@ def convert(
         elif samples is not None and recipe.calibrated:
             from moepress.convert.layers import CalibratedLayers
 
-            CalibratedLayers(checkpoint, plan, journal, samples, executor, watcher, kv).run()
+            CalibratedLayers(checkpoint, plan, journal, samples, executor, watcher, kv, device=device).run()
         if layers_first:
             write(first, plan)
         if samples is not None and kv is not None:
             from moepress.convert.kv_measure import measure_source
 
-            measure_source(checkpoint, kv, journal, samples, watcher)
+            measure_source(checkpoint, kv, journal, samples, watcher, device=device)
             # the weights around the cache are among the kept tensors, which have waited for what goes into them
             write([shard for shard in todo if shard.layer is None], kv.pressed_plan())
         report = finish(checkpoint, plan, journal, kv)

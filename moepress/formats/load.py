@@ -25,7 +25,12 @@ from moepress.formats.storage import StoredWeight
 
 
 def load_weight(
-    reader: TensorReader, stored: StoredWeight, *, rows: slice | None = None, out: torch.Tensor | None = None
+    reader: TensorReader,
+    stored: StoredWeight,
+    *,
+    rows: slice | None = None,
+    out: torch.Tensor | None = None,
+    device: str = "cpu",
 ) -> torch.Tensor:
     """Read and decode a weight, or some of its rows.
 
@@ -33,7 +38,8 @@ def load_weight(
         reader: of the checkpoint that ``stored`` belongs to.
         stored: from `resolve_storage`.
         rows: rows of the first logical dimension (of fused experts: experts); step 1. All when None.
-        out: float32, contiguous, of the result's shape: filled and returned. Allocated when None.
+        out: float32, contiguous, of the result's shape, on ``device``: filled and returned. Allocated when None.
+        device: where to decode. What is stored travels there as it is stored, a byte a weight for FP8, and is decoded there.
 
     Returns:
         float32 ``[rows, in]``, or ``stored.shape`` when ``rows`` is None. The caller owns it.
@@ -45,7 +51,7 @@ def load_weight(
     first, last = _row_range(stored, rows)
     shape = stored.shape if rows is None else (last - first, *stored.shape[1:])
     if out is None:
-        out = torch.empty(shape, dtype=torch.float32)
+        out = torch.empty(shape, dtype=torch.float32, device=device)
     elif tuple(out.shape) != shape or out.dtype != torch.float32 or not out.is_contiguous():
         raise FormatError(f"the buffer must be contiguous float32 {list(shape)}", where=stored.name)
     if stored.kind == "fused_experts":
@@ -55,7 +61,8 @@ def load_weight(
     elif stored.kind == "int4_packed":
         _load_packed(reader, stored, first, last, out)
     else:
-        codes, scale = _rows(reader, stored, "weight", first, last), _fp8_scale(reader, stored)
+        codes = _rows(reader, stored, "weight", first, last, pinned=_pinned(out)).to(out.device, non_blocking=True)
+        scale = _fp8_scale(reader, stored)
         decode_fp8(codes, scale, block=stored.block, out=out, first_row=first, rows=stored.shape[0], name=stored.name)
     return out
 
@@ -69,13 +76,21 @@ def _row_range(stored: StoredWeight, rows: slice | None) -> tuple[int, int]:
     return first, max(first, last)
 
 
-def _rows(reader: TensorReader, stored: StoredWeight, role: str, first: int, last: int) -> torch.Tensor:
+def _rows(
+    reader: TensorReader, stored: StoredWeight, role: str, first: int, last: int, *, pinned: bool = False
+) -> torch.Tensor:
     ref = stored.parts[role]
-    return reader.rows(ref, first, last) if ref.shape else reader.tensor(ref)
+    return reader.rows(ref, first, last, pinned=pinned) if ref.shape else reader.tensor(ref, pinned=pinned)
+
+
+def _pinned(out: torch.Tensor) -> bool:
+    """Copies to a GPU run beside it from pinned memory; torch gives such memory out again only when the copy has ended."""
+    return out.is_cuda
 
 
 def _load_dense(reader: TensorReader, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
-    out.copy_(_rows(reader, stored, "weight", first, last))
+    rows = _rows(reader, stored, "weight", first, last, pinned=_pinned(out))
+    out.copy_(rows.to(out.device, non_blocking=True))
     _check_finite(out, stored.name)
 
 
@@ -94,7 +109,8 @@ def _load_fused(reader: TensorReader, stored: StoredWeight, first: int, last: in
     scale = _fp8_scale(reader, stored) if "scale" in stored.parts else None
     for expert in range(first, last):
         name = f"{stored.name}[{expert}]"
-        weight = reader.rows(stored.parts["weight"], expert, expert + 1)[0]
+        weight = reader.rows(stored.parts["weight"], expert, expert + 1, pinned=_pinned(out))[0]
+        weight = weight.to(out.device, non_blocking=True)
         if scale is not None:
             weight = decode_fp8(weight, scale[expert] if scale.ndim else scale, block=stored.block, name=name)
         decoded = out[expert - first]
@@ -112,17 +128,20 @@ def _load_packed(reader: TensorReader, stored: StoredWeight, first: int, last: i
             f"{list(parts['scale'].shape)} hold [{rows}, {columns}]",
             where=stored.name,
         )
-    codes = unpack_int4(_rows(reader, stored, "packed", first, last), columns)
+    words = _rows(reader, stored, "packed", first, last, pinned=_pinned(out)).to(out.device, non_blocking=True)
+    codes = unpack_int4(words, columns)
     scale = _rows(reader, stored, "scale", first, last)
     _check_finite(scale, parts["scale"].name)
+    scale = scale.to(out.device)
     zero_point = None
     if "zero_point" in parts:  # packed along rows, so a band may begin inside a word
         words = reader.rows(parts["zero_point"], first // 8, -(-last // 8))
         unpacked = unpack_int4(words.T.contiguous(), words.shape[0] * 8).T
-        zero_point = unpacked[first % 8 : first % 8 + last - first]
+        zero_point = unpacked[first % 8 : first % 8 + last - first].to(out.device)
     g_idx = reader.tensor(parts["g_idx"]) if "g_idx" in parts else None
     if g_idx is not None:
         _check_act_order(g_idx, parts["scale"].shape[1], stored)
+    g_idx = None if g_idx is None else g_idx.to(out.device)
     dequantize_int4(codes, scale, zero_point=zero_point, g_idx=g_idx, out=out)
 
 

@@ -40,11 +40,12 @@ from moepress.quantize.gptq_batched import (
     factorize_batched,
     round_block_plain,
     round_columns_batched,
+    runs_triton,
     scales_batched,
 )
 from moepress.quantize.gptq_kernel import round_block
 from moepress.quantize.grid import Grid, QuantizedWeight, usable_scales
-from moepress.quantize.polish import move_codes_compiled, polish
+from moepress.quantize.polish import MoveCodes, move_codes_compiled, move_codes_plain, polish
 from moepress.quantize.rounding_kernel import group_peaks, refuse_not_finite
 from moepress.quantize.rtn import Scale, measure, rtn
 from moepress.quantize.scale_search import search_scales
@@ -183,9 +184,12 @@ def _gptq_on_device(
     if passes:
         codes_t, scales_t = codes.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous()
         target = weight.transpose(1, 2).contiguous()
-        loss, sum_sq, done = polish(target, stacked, shift, loss, passes, grid, codes_t, scales_t)
+        loss, sum_sq, done = polish(
+            target, stacked, shift, loss, passes, grid, codes_t, scales_t, _move_codes_for(weight)
+        )
         codes, scales = codes_t.transpose(1, 2).contiguous(), scales_t.transpose(1, 2).contiguous()
     stored = scales.to(torch.bfloat16)
+    undamped: list[float] = (loss - shift * sum_sq).tolist()
     outcomes = []
     for e, dampening_frac in enumerate(used.tolist()):
         if math.isnan(dampening_frac):
@@ -194,19 +198,26 @@ def _gptq_on_device(
             reason = f"the Hessian cannot be factored with damping {', '.join(map(str, ladder))} of its mean diagonal"
             outcomes.append(Outcome(math.nan, None, 0, reason))
         else:
-            left = max(float(loss[e] - shift[e] * sum_sq[e]), 0.0)
-            outcomes.append(Outcome(left, dampening_frac, done, None))
+            outcomes.append(Outcome(max(undamped[e], 0.0), dampening_frac, done, None))
     fidelity = tuple(measure(w, q, s) for w, q, s in zip(reference, codes, stored, strict=True))
     return GptqResult(QuantizedWeight(codes, stored, grid, fidelity), tuple(outcomes))
 
 
 def _round_block_for(weight: torch.Tensor) -> RoundBlock:
-    """The fused kernel where it can run. Triton comes with torch for CUDA only, so it is imported here."""
-    if not weight.is_cuda:
+    """The fused kernel where it can run, imported there alone."""
+    if not runs_triton(weight):
         return round_block_plain
     from moepress.quantize.triton_block import round_block_triton
 
     return round_block_triton
+
+
+def _move_codes_for(weight: torch.Tensor) -> MoveCodes:
+    if not runs_triton(weight):
+        return move_codes_plain
+    from moepress.quantize.triton_polish import move_codes_triton
+
+    return move_codes_triton
 
 
 def _quantize_expert(

@@ -7,11 +7,17 @@ as batched factorizations and batched matrix products. What is left inside a blo
     round(target [E, B, R], scales [E, B, R], upper [E, B, B], feedback [E, B, R], grid)
         → codes [E, B, R], errors [E, B, R], loss [E]
 
-Memory is that of the whole batch at once, 4 · (3 C² + 4 C R) bytes per expert; the caller sizes E to the device.
+Memory is that of the whole batch at once, 4 · (3 C² + 4 C R) bytes per expert; the caller sizes E to the device. Only the
+factorization needs more, and takes as many experts at once as what is free allows.
+
+**Cholesky by panels.** Batched library routines are made for small matrices, and single ones leave a GPU idle at 2,048
+columns. As on the CPU (factor.py), panels of 256 rows put nearly all of the C³ / 3 operations into batched matrix products;
+what is left for the library is the factor of [E, 256, 256] and a triangular solve.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,6 +32,9 @@ RoundBlock = Callable[
 ]
 
 _BLOCK = 128
+_PANEL = 256
+_FACTOR_BYTES = 4 << 30
+"""For experts factored at once, where nobody says what is free."""
 
 
 def round_block_plain(
@@ -78,16 +87,46 @@ def factorize_batched(
         todo = torch.nonzero(usable & used.isnan()).flatten()
         if not len(todo):
             break
-        rows = order[todo]
-        some = torch.gather(hessian[todo], 1, rows[:, :, None].expand(-1, -1, hessian.shape[1]))
-        some = torch.gather(some, 2, rows[:, None, :].expand(-1, hessian.shape[1], -1))
-        some.diagonal(dim1=1, dim2=2).add_((dampening_frac * mean[todo]).float()[:, None])
-        factor, info = torch.linalg.cholesky_ex(some, upper=True)
-        good = (info == 0) & factor.isfinite().all(-1).all(-1)
-        upper[todo[good]] = factor[good]
-        shift[todo[good]] = dampening_frac * mean[todo[good]]
-        used[todo[good]] = dampening_frac
+        for some in torch.split(todo, _experts_at_once(hessian)):
+            rows = order[some]
+            permuted = torch.gather(hessian[some], 1, rows[:, :, None].expand(-1, -1, hessian.shape[1]))
+            permuted = torch.gather(permuted, 2, rows[:, None, :].expand(-1, hessian.shape[1], -1))
+            permuted.diagonal(dim1=1, dim2=2).add_((dampening_frac * mean[some]).float()[:, None])
+            good = cholesky_by_panels(permuted)
+            upper[some[good]] = permuted[good]
+            shift[some[good]] = dampening_frac * mean[some[good]]
+            used[some[good]] = dampening_frac
     return upper, order, shift, used
+
+
+def cholesky_by_panels(matrix: torch.Tensor) -> torch.Tensor:
+    """Upper triangles of float32 [E, C, C] into U with UᵀU = matrix, in place; what is below holds no meaning.
+
+    Returns:
+        bool [E]: positive definite, and the factor finite. The others' rows are spoiled.
+    """
+    columns = matrix.shape[1]
+    good = torch.ones(len(matrix), dtype=torch.bool, device=matrix.device)
+    for start in range(0, columns, _PANEL):
+        stop = min(start + _PANEL, columns)
+        panel = matrix[:, start:stop, start:]
+        if start:
+            panel.baddbmm_(matrix[:, :start, start:stop].transpose(1, 2), matrix[:, :start, start:], alpha=-1)
+        corner, info = torch.linalg.cholesky_ex(panel[:, :, : stop - start], upper=True)
+        good &= (info == 0) & corner.isfinite().all(-1).all(-1)
+        # a matrix that failed goes on with the identity, so that its numbers stay harmless
+        corner = torch.where(good[:, None, None], corner, torch.eye(stop - start, device=matrix.device))
+        panel[:, :, : stop - start] = corner
+        if stop < columns:
+            right = panel[:, :, stop - start :]
+            right.copy_(torch.linalg.solve_triangular(corner.transpose(1, 2), right, upper=False))
+    return good
+
+
+def _experts_at_once(hessian: torch.Tensor) -> int:
+    """Experts whose factorization, three matrices each beside its Hessian, fits half of what is free."""
+    free = torch.cuda.mem_get_info(hessian.device)[0] // 2 if hessian.is_cuda else _FACTOR_BYTES
+    return max(1, free // (3 * 4 * hessian.shape[1] ** 2))
 
 
 def scales_batched(weight: torch.Tensor, importance: torch.Tensor, grid: Grid, scale: Scale) -> torch.Tensor:
@@ -108,6 +147,10 @@ def scales_batched(weight: torch.Tensor, importance: torch.Tensor, grid: Grid, s
     if scale == "max":
         peaks = weight.reshape(experts, rows, -1, width).abs().amax(-1)
         return usable_scales(peaks / grid.half_range)
+    if runs_triton(weight):
+        from moepress.quantize.triton_scales import search_scales_triton
+
+        return search_scales_triton(weight.contiguous(), importance, grid)
     h = importance[:, None].expand(-1, rows, -1).reshape(-1, width)
     found = search_scales_plain(weight.reshape(-1, width), h, columns // width, grid)
     return found.reshape(experts, rows, -1)
@@ -153,4 +196,9 @@ def round_columns_batched(
         loss += added
     back = torch.argsort(order, 1)
     codes = torch.gather(codes.transpose(1, 2), 2, back[:, None].expand(-1, rows, -1))
-    return codes, loss, errors.double().square_().sum((1, 2))
+    return codes, loss, torch.linalg.vector_norm(errors, dim=(1, 2), dtype=torch.float64).square_()
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Fused kernels can run on this tensor. Triton comes with torch for CUDA; without it the plain twins do the same."""
+    return tensor.is_cuda and importlib.util.find_spec("triton") is not None

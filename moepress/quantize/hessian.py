@@ -30,12 +30,31 @@ _PANEL = 512
 def add_gram(total: torch.Tensor, x: torch.Tensor) -> None:
     """total += xᵀ x, only blocks on and above the diagonal: half the work.
 
+    Inputs in BF16 are multiplied as such and summed in float32: a product of two BF16 numbers is exact in float32, so
+    nothing is lost but what rounding x has lost. On a GPU that is what tensor cores do, and cuBLAS gives the float32
+    sum itself (``out_dtype``); a plain BF16 product would round it to 8 bits. Elsewhere x is widened first, which is
+    the same sum in another order.
+
     Args:
         total: float32 [C, C], added to; `mirror` fills the rest when all tokens are in.
-        x: float32 [n, C].
+        x: float32 or bfloat16 [n, C].
     """
+    if x.dtype == torch.bfloat16 and not x.is_cuda:
+        x = x.float()
     for first in range(0, total.shape[0], _PANEL):
-        total[first : first + _PANEL, first:].addmm_(x[:, first : first + _PANEL].t(), x[:, first:])
+        rows, rest = total[first : first + _PANEL, first:], x[:, first:]
+        if x.dtype == torch.bfloat16:
+            rows += torch.mm(x[:, first : first + _PANEL].t(), rest, out_dtype=torch.float32)
+        else:
+            rows.addmm_(x[:, first : first + _PANEL].t(), rest)
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += aᵀ b, float32 [C, C] and two of float32 or bfloat16 [n, C]; BF16 as in `add_gram`."""
+    if a.dtype == torch.bfloat16 and a.is_cuda:
+        total += torch.mm(a.t(), b, out_dtype=torch.float32)
+    else:
+        total.addmm_(a.float().t(), b.float())
 
 
 def mirror(total: torch.Tensor) -> None:

@@ -105,11 +105,8 @@ def search_scales_plain(w: torch.Tensor, h: torch.Tensor, groups_per_row: int, g
     errors = torch.full_like(peaks, torch.inf)
     divisors = torch.from_numpy(candidate_divisors(grid)).tolist()
     _try_candidates(columns, importance, peaks, [(d, 0) for d in divisors], grid, scales, errors)
-    again = torch.from_numpy(
-        _off_grid_groups_of_on_grid_rows(
-            errors.cpu().numpy(), peaks.cpu().numpy(), h.cpu().numpy(), groups_per_row, grid
-        )
-    ).to(w.device)
+    weights = h.sum(1, dtype=torch.float64).repeat(len(w) // len(h))
+    again = off_grid_groups_plain(errors, peaks, weights, groups_per_row, grid)
     if len(again):
         candidates = list(zip(*(array.tolist() for array in on_grid_divisors(grid)), strict=True))
         some_scales, some_errors = scales[again], errors[again]
@@ -118,6 +115,24 @@ def search_scales_plain(w: torch.Tensor, h: torch.Tensor, groups_per_row: int, g
         )
         scales[again] = some_scales
     return scales
+
+
+def off_grid_groups_plain(
+    errors: torch.Tensor, peaks: torch.Tensor, importance: torch.Tensor, groups_per_row: int, grid: Grid
+) -> torch.Tensor:
+    """Groups with an error left, in rows where some group came back exactly: those to be searched again.
+
+    Args:
+        errors, peaks: float32 [N].
+        importance: float64 [N], Σ h over each group.
+        groups_per_row: consecutive groups that form a row.
+
+    Returns:
+        int64, indices into N.
+    """
+    on_grid = (errors <= importance * on_grid_threshold(grid) * peaks.double().square()) & (peaks > 0)
+    rows = on_grid.view(-1, groups_per_row).any(1)
+    return (rows.repeat_interleave(groups_per_row) & (errors > 0)).nonzero().flatten()
 
 
 def _try_candidates(

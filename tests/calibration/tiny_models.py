@@ -154,11 +154,14 @@ class TensorWeights:
     def names(self) -> Collection[str]:
         return self.tensors.keys()
 
-    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
+    def load(self, name: str, rows: slice | None = None, *, device: str = "cpu") -> torch.Tensor:
         if name not in self.tensors:
             raise CheckpointError(f"no weight named {name}")
         self.loads[name] = self.loads.get(name, 0) + 1
-        return self.tensors[name][rows or slice(None)].float().clone()
+        return self.tensors[name][rows or slice(None)].float().clone().to(device)
+
+    def expect(self, names: Collection[str], rows: slice | None = None) -> None:
+        del names, rows
 
 
 def whole_model(key: str, seed: int = 0, **changes: Any) -> tuple[dict[str, Any], PreTrainedModel]:

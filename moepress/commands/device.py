@@ -1,0 +1,42 @@
+"""The option that says where calibrated layers are computed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from moepress.errors import MoepressError
+
+
+class DeviceChoice(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+Device = Annotated[
+    DeviceChoice,
+    typer.Option(
+        "--device",
+        help="Where calibration and GPTQ compute: auto takes a CUDA device where there is one. Rounding needs none.",
+    ),
+]
+
+
+def device_of_this_process(wish: DeviceChoice, workers: int | None) -> str:
+    """The wish as `convert` takes it; with workers this process only hands out work.
+
+    Raises:
+        MoepressError: cuda for this process and workers at once.
+    """
+    if workers is None:
+        return wish.value
+    if wish is DeviceChoice.cuda:
+        raise MoepressError(
+            "workers compute, this process does not",
+            where="--device cuda",
+            hint="give each worker one: --worker-gpus 1",
+        )
+    return "cpu"
