@@ -6,7 +6,8 @@ Storage is memory. Every request is logged, and a `Fault` makes the next matchin
 HF_HUB_DISABLE_XET is set, and by Xet when it is not.
 """
 
+from tests.hub.local_hub.plumbing import Fault, Request
 from tests.hub.local_hub.repositories import Repository, Stored
-from tests.hub.local_hub.server import Fault, LocalHub, Request
+from tests.hub.local_hub.server import LocalHub
 
 __all__ = ["Fault", "LocalHub", "Repository", "Request", "Stored"]
