@@ -67,6 +67,7 @@ def _text(facts: CardFacts, metadata: dict[str, Any]) -> str:
         "cell": lambda text: str(text).replace("|", "\\|").replace("\n", " "),
         "percent": lambda share: "–" if share is None else f"{share:.2%}",
         "score": lambda value: "–" if value is None else f"{value:.4f}",
+        "interval": lambda pair: f"{pair[0]:+.4f} to {pair[1]:+.4f}" if pair else "–",
         "signed": lambda value: f"{value:+.4f}",
     }
     text = environment.from_string(template).render(card=facts, metadata=metadata)

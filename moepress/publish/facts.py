@@ -69,6 +69,9 @@ class CardFacts:
     not_for: list[str]
     fidelity: dict[str, Any] | None
     evaluate: dict[str, Any] | None
+    scored: list[dict[str, Any]]
+    judged: list[dict[str, Any]]
+    skipped: list[tuple[str, str]]
     validate: dict[str, Any] | None
     speed: list[SpeedPoint]
     memory: list[GpuMemory]
@@ -112,6 +115,7 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
     neutral = _Neutral(output, title, origin)
     report, weights = output.report, output.recipe.weights
     fidelity, evaluate, validate = (output.found(name) for name in ("fidelity", "evaluate", "validate"))
+    rows = list((evaluate or {}).get("rows") or ())
     smoke = bool((validate or {}).get("smoke"))  # no GPU: figures of a processor stand beside no GPU's
     kv = kv_treatment(output)
     elsewhere = replace(output, folder=Path(title), source="SRC")
@@ -137,6 +141,11 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
         not_for=_not_for(evaluate, validate),
         fidelity=fidelity,
         evaluate=evaluate,
+        scored=[row for row in rows if is_score(row)],
+        judged=[row for row in rows if not is_score(row)],
+        skipped=[
+            (str(skip["task"]), neutral(_short(str(skip["why"])))) for skip in (evaluate or {}).get("skipped") or ()
+        ],
         validate=validate,
         speed=[] if smoke else speed_points(validate),
         memory=computed_memory(output, PLANNED_GPU) + ([] if smoke else measured_memory(validate)),
@@ -152,11 +161,16 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
     )
 
 
+def is_score(row: Mapping[str, Any]) -> bool:
+    """A row of evaluate that is a task's score, of which source and pressed model each have one; not KL, not perplexity."""
+    return row.get("recovery") is not None and row.get("candidate") is not None
+
+
 def scores(facts: CardFacts) -> list[EvalResult]:
-    """The pressed model's task scores, as the Hub's metadata has them. Figures without a score (KL) are in the text."""
+    """The pressed model's task scores, as the Hub's metadata has them; figures that compare the two stand in the text."""
     found = []
     for row in (facts.evaluate or {}).get("rows") or ():
-        if row.get("source") is None or row.get("candidate") is None:
+        if not is_score(row):
             continue
         name, dataset = DATASETS.get(row["task"], (row["task"], re.sub(r"[^\w./-]+", "-", row["task"])))
         found.append(
@@ -228,7 +242,7 @@ def _cost(fidelity: Mapping[str, Any] | None, evaluate: Mapping[str, Any] | None
     if evaluate is None:
         found.append("**No task was scored**: what it costs in answers is not known.")
         return found
-    rows = [row for row in evaluate.get("rows") or () if row.get("source") is not None]
+    rows = [row for row in evaluate.get("rows") or () if is_score(row)]
     lost = [row for row in rows if row["verdict"] == "REGRESSION"]
     short = [row for row in rows if row["verdict"] == "NOT ENOUGH DATA"]
     if rows:
@@ -300,6 +314,12 @@ class _Neutral:
 def _with_tokens(entry: dict[str, Any], records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     tokens = records.get(entry["weight"], {}).get("tokens")
     return {**entry, "tokens": None if tokens is None else int(tokens)}
+
+
+def _short(text: str, limit: int = 160) -> str:
+    """The first words of a reason; servers answer whole documents."""
+    words = " ".join(text.split())
+    return words if len(words) <= limit else words[:limit].rsplit(" ", 1)[0] + " …"
 
 
 def gibibytes(count: float) -> str:

@@ -58,6 +58,8 @@ def test_what_was_measured_is_shown(out: Path) -> None:
     assert (
         "| gsm8k | exact match | 1,319 | 0.9439 | 0.9356 | 99.12% | -0.0083 | -0.0158 to -0.0009 | REGRESSION |" in text
     )
+    assert "| fidelity: prose | KL | 16 | – | 0.0121 | – | -0.0158 to -0.0009 | ACCEPT |" in text
+    assert "Not run: arc_challenge (lm-eval is not installed)." in text
     assert "for gsm8k: they regressed" in text
     assert "| held-out prose | 8,176 | 0.01210 ± 0.00040 | 95.30% | 13.900 | 14.000 |" in text
     assert "40 of 64 parted from the source's within 256 tokens, half of them by token 87" in text
