@@ -108,7 +108,7 @@ class EvaluateError(MoepressError):
 
 
 class ServerDied(ServingError):
-    """The server ended while it started.
+    """The server ended, while it started or while it was asked.
 
     Args:
         cause: what kind of thing went wrong (`serving.death.Cause`), or None where the log shows no cause.

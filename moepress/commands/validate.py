@@ -242,7 +242,8 @@ def _show_sanity(result: Validation) -> None:
         agreement = compared.agreement
         stdout.print(
             f"  first tokens equal to the reference's: {agreement.first_equal} of {agreement.prompts}; of all "
-            f"{agreement.tokens}: {agreement.equal} equal, {agreement.near_ties} near-ties, {agreement.wrong} others"
+            f"{agreement.tokens}: {agreement.equal} equal, {agreement.near_ties} near-ties, {agreement.wrong} others",
+            soft_wrap=True,
         )
         parts = [("serving", compared.kl_serving), ("pressing", compared.kl_pressing), ("both", compared.kl_source)]
         shown = ", ".join(f"{name} {kl.value:.5f}" for name, kl in parts if kl is not None)

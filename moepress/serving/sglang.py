@@ -125,6 +125,13 @@ class SGLangServer:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
+    def autopsy(self, *, wait_s: float = 5.0) -> ServerDied | None:
+        """Why it is gone, when it is; None when it still runs `wait_s` seconds after somebody got no answer."""
+        try:
+            return self._died(self._process.wait(wait_s), "while it served")
+        except subprocess.TimeoutExpired:
+            return None
+
     def __enter__(self) -> SGLangServer:
         return self
 
@@ -137,7 +144,7 @@ class SGLangServer:
         started = time.monotonic()
         while True:
             if not self.running:
-                raise self._died(self._process.returncode)
+                raise self._died(self._process.returncode, "while starting")
             if self.read_log().ready and self.client.healthy():
                 self.boot_seconds = time.monotonic() - started
                 return
@@ -150,19 +157,19 @@ class SGLangServer:
                 )
             time.sleep(0.5)
 
-    def _died(self, status: int) -> ServerDied:
+    def _died(self, status: int, when: str) -> ServerDied:
         death = self.read_log().death
         if death is None:
             killed = status == 128 + signal.SIGKILL
             why = "killed (signal 9), as the kernel does when memory runs out" if killed else f"exit status {status}"
             return ServerDied(
-                f"the server ended while starting: {why}; the log's last line: {_last_line(self.log_text())}",
+                f"the server ended {when}: {why}; the log's last line: {_last_line(self.log_text())}",
                 cause=None,
                 where=str(self.log_path),
                 hint="more memory, or a smaller --max-total-tokens" if killed else "read the log",
             )
         return ServerDied(
-            f"the server died while starting: {death.cause}: {death.line}",
+            f"the server died {when}: {death.cause}: {death.line}",
             cause=death.cause,
             where=str(self.log_path),
             hint=death.hint,

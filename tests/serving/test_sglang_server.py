@@ -5,6 +5,8 @@ How a server that dies or is killed is dealt with: test_validate.py, through the
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,3 +78,14 @@ def test_greedy_answers_repeat_and_agree_with_scoring(server: SGLangServer) -> N
 def test_an_error_of_the_server_is_ours(server: SGLangServer) -> None:
     with pytest.raises(ServingError, match="HTTP 4"):
         server.client.generate(PROMPT, max_new_tokens=1, temperature=-1.0)
+
+
+def test_a_server_that_dies_while_it_serves_leaves_a_cause(server: SGLangServer) -> None:
+    """The last test of the server: it does not survive."""
+    assert server.autopsy(wait_s=0.1) is None
+    for pid in reversed(server.pids()[1:]):
+        os.kill(pid, signal.SIGKILL)
+    death = server.autopsy(wait_s=60)
+    assert death is not None
+    assert "while it served" in death.what
+    assert server.pids() == []

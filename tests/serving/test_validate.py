@@ -153,9 +153,12 @@ def test_the_result_says_what_it_was_measured_with_and_is_kept(whole: dict[str, 
 
 
 def test_with_an_fp8_cache_the_first_tokens_agree_and_the_kl_is_reported(sglang_python: Path, pressed: Path) -> None:
+    """In a container, as far as one can be had here: words before the command, and nothing of our environment inside."""
+    container = f"env -i HOME={Path.home()} PATH={sglang_python.parent}:/usr/bin:/bin"
     run = validate(
         sglang_python,
-        *(pressed, "--cpu-lab", "--kv-dtype", "fp8", "--only", "memory,sanity", "--prompts", PROMPTS, "--json"),
+        *(pressed, "--container", container, "--cpu-lab", "--kv-dtype", "fp8"),
+        *("--only", "loads,memory,sanity", "--prompts", PROMPTS, "--json"),
     )
     assert run.returncode == 0, run.stderr[-3000:] + run.stdout[-3000:]
     found = json.loads(run.stdout)
@@ -164,6 +167,8 @@ def test_with_an_fp8_cache_the_first_tokens_agree_and_the_kl_is_reported(sglang_
     assert 0 < found["sanity"]["kl_serving"]["value"] < 0.02
     assert found["memory"]["candidate"]["predicted"]["kv_bytes_per_token"]["value"] > 0
     assert gates(found)["max_kl"] == "not judged"
+    assert gates(found)["loads"] == "passed", "the recorder was reached through the mounts"
+    assert found["environment"]["how"] == "container"
 
 
 def damaged(pressed: Path, folder: Path) -> Path:

@@ -263,7 +263,7 @@ class _Run:
             return None
         base = SMOKE if self._smoke else Workload()
         asked = replace(base, concurrencies=request.concurrencies, rounds=request.rounds)
-        workload = asked.fitted(self.side.context)
+        workload = asked.fitted(self._longest)
         try:
             tokenizer = tokenizer_copy(
                 request.out, work / "tokenizer", trust_remote_code=request.options.trust_remote_code
@@ -277,7 +277,7 @@ class _Run:
     def _load_prompts(self) -> list[Prompt]:
         request, config = self.request, self.candidate.config
         vocabulary = int(text_config(identify_family(config), config)["vocab_size"])
-        context = self.side.context
+        context = self._longest
         return load_prompts(
             request.out,
             request.prompts,
@@ -307,7 +307,22 @@ class _Run:
 
     @property
     def _length(self) -> Length:
-        return replace(SMOKE_LENGTH if self._smoke else Length(), answers=self.request.tokens)
+        length = replace(SMOKE_LENGTH if self._smoke else Length(), answers=self.request.tokens)
+        most = max((len(prompt.tokens) for prompt in self.prompts), default=0)
+        return (
+            length
+            if self._longest is None
+            else replace(length, long=max(1, min(length.long, self._longest - most - 8)))
+        )
+
+    @property
+    def _longest(self) -> int | None:
+        """Tokens of a request, prompt and answer. In the CPU lab attention is dense: not longer than what an indexer picks."""
+        found = [self.side.context]
+        if self.request.host is not None and self.request.host.cpu_lab:
+            config = self.candidate.config
+            found.append(text_config(identify_family(config), config).get("index_topk"))
+        return min((int(each) for each in found if each), default=None)
 
     @property
     def _smoke(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from moepress.errors import ServingError
+from moepress.errors import ServerDied, ServingError
 from moepress.serving import sglang
 from moepress.serving.client import SGLangClient
 from moepress.serving.container import PYTHON, enclose
@@ -232,4 +232,10 @@ class Stage:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """ "No answer" becomes the cause of death, where a server of ours has died of something."""
+        died = None
+        if isinstance(value, ServingError) and not isinstance(value, ServerDied):
+            died = next((cause for server in self._running.values() if (cause := server.autopsy())), None)
         self.stop()
+        if died is not None:
+            raise died from value
