@@ -184,9 +184,13 @@ def _without_numba() -> None:
     def njit(*_: Any, **__: Any) -> Any:
         return lambda _function: refuse
 
-    stand_in = types.ModuleType("numba")
-    stand_in.njit = njit  # type: ignore[attr-defined]
-    sys.modules["numba"] = stand_in
+    for name, members in (
+        ("numba", {"njit": njit}),
+        ("numba.core", {}),
+        ("numba.core.codegen", {"get_host_cpu_features": refuse}),
+    ):
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(members)
 
 
 def main() -> None:

@@ -62,6 +62,9 @@ class Tensor(torch.Tensor):
     def tolist(self) -> Any:  # torch has none for subclasses
         return self.here.tolist()
 
+    def data_ptr(self) -> int:
+        raise RuntimeError("a tensor that is elsewhere has no address here")
+
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert a tensor that is elsewhere to numpy; copy it to the CPU first")
 

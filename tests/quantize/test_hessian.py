@@ -107,7 +107,7 @@ def test_error_aware_target_lowers_the_output_error_after_quantizing() -> None:
 
 
 def test_broken_statistics_are_refused() -> None:
-    weight, cross = inputs(4, 16), torch.zeros(16, 16)
+    weight, cross = inputs(4, 16), torch.full((16, 16), 1e-3)
     with pytest.raises(QuantizeError, match="not positive definite"):
         error_aware_target(weight, cross, -torch.eye(16), 10)
     cross[2, 3] = torch.nan
