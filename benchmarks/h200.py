@@ -185,7 +185,7 @@ def _without_numba() -> None:
         return lambda _function: refuse
 
     for name, members in (
-        ("numba", {"njit": njit}),
+        ("numba", {"njit": njit, "config": types.SimpleNamespace(CPU_FEATURES="")}),
         ("numba.core", {}),
         ("numba.core.codegen", {"get_host_cpu_features": refuse}),
     ):
