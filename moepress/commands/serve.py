@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import next_step, note, stdout
-from moepress.commands.options import AsJson, TrustRemoteCode, print_json
+from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
 from moepress.errors import MoepressError
 
 if TYPE_CHECKING:
     from moepress.serving.launch import ServeOptions
-    from moepress.serving.serve import Deployment
+    from moepress.serving.serve import Deployment, Pressed
 
 
 def serve(
@@ -41,6 +41,7 @@ def serve(
     ] = None,
     context_length: Annotated[int | None, typer.Option(min=1, help="Longest request, in tokens.")] = None,
     mtp: Annotated[bool, typer.Option("--mtp", help="Speculate with the checkpoint's own MTP layer.")] = False,
+    overrides: Overrides = None,
     flags: Annotated[
         str, typer.Option(metavar="'--FLAG …'", help="More flags for every SGLang server, passed on as they are.")
     ] = "",
@@ -64,9 +65,10 @@ def serve(
 ) -> None:
     """Serve OUT, or prefill with SRC and decode with OUT; with --print, write the exact commands instead."""
     from moepress.serving.launch import ServeOptions
+    from moepress.serving.serve import open_pressed
     from moepress.serving.sglang import find_environment
 
-    pressed = _one_of(out, prefill, decode)
+    folder = _one_of(out, prefill, decode)
     python = sglang_python or "python"
     if not print_only:
         if prefill_host not in (None, host):
@@ -83,6 +85,7 @@ def serve(
         trust_remote_code=trust_remote_code,
         extra=tuple(shlex.split(flags)),
     )
+    pressed = open_pressed(folder, overrides or ())
     if prefill is None:
         if prefill_kv_dtype or decode_kv_dtype or prefill_tp or prefill_host:
             raise MoepressError(
@@ -107,8 +110,8 @@ def serve(
         else:
             typer.echo(deployment.script(), nl=False)
         return
-    folder = logs or pressed.resolve().with_name(f"{pressed.resolve().name}.logs")
-    _run(deployment, folder, boot_timeout, as_json=as_json)
+    place = logs or folder.resolve().with_name(f"{folder.resolve().name}.logs")
+    _run(deployment, place, boot_timeout, as_json=as_json)
 
 
 def _one_of(out: Path | None, prefill: Path | None, decode: Path | None) -> Path:
@@ -124,7 +127,7 @@ def _one_of(out: Path | None, prefill: Path | None, decode: Path | None) -> Path
 
 
 def _single(
-    out: Path,
+    pressed: Pressed,
     host: str,
     port: int,
     tp: int | None,
@@ -133,9 +136,8 @@ def _single(
     options: ServeOptions,
     cpu_lab: bool,
 ) -> Deployment:
-    from moepress.serving.serve import Server, one_server, open_pressed
+    from moepress.serving.serve import Server, one_server
 
-    pressed = open_pressed(out)
     ranks = 1 if cpu_lab else tp or pressed.recipe.serving.tensor_parallel
     server = Server(host, port, ranks)
     return one_server(pressed, server, python=python, kv_dtype=kv_dtype, options=options, cpu_lab=cpu_lab)
@@ -143,7 +145,7 @@ def _single(
 
 def _pair(
     prefill: Path,
-    decode: Path,
+    pressed: Pressed,
     *,
     hosts: tuple[str, str],
     port: int,
@@ -154,9 +156,8 @@ def _pair(
     cpu_lab: bool,
 ) -> Deployment:
     from moepress.formats.checkpoint import open_checkpoint
-    from moepress.serving.serve import Server, open_pressed, prefill_and_decode
+    from moepress.serving.serve import Server, prefill_and_decode
 
-    pressed = open_pressed(decode)
     serving = pressed.recipe.serving
     ranks = sizes[1] or serving.tensor_parallel
     first = sizes[0] or serving.disaggregation.prefill_tensor_parallel or ranks

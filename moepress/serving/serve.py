@@ -22,7 +22,7 @@ from moepress.errors import MoepressError, PlanRefused
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import identify_family
 from moepress.formats.runtime_contract import Contract, contract_for
-from moepress.recipe import Recipe
+from moepress.recipe import Recipe, check_recipe
 from moepress.results import REPORT_NAME, output_digest
 from moepress.serving.disaggregation import KvDtypeName, check_kv_dtypes, check_pair, kv_dtype_name
 from moepress.serving.launch import Launch, ServeOptions, sglang_launch
@@ -95,15 +95,18 @@ class Pressed:
     contract: Contract
 
 
-def open_pressed(folder: Path) -> Pressed:
+def open_pressed(folder: Path, overrides: Sequence[str] = ()) -> Pressed:
     """Opens an output of convert.
+
+    Args:
+        overrides: ``field=value`` of its recipe, for this deployment.
 
     Raises:
         MoepressError: it is none, or it was made for another server than SGLang.
     """
     output_digest(folder)
     report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"))
-    recipe = Recipe.model_validate(report["recipe"])
+    recipe = check_recipe(dict(report["recipe"]), where=str(folder / REPORT_NAME), overrides=overrides)
     if recipe.serving.server != "sglang":
         raise PlanRefused(
             f"{folder} was made for {recipe.serving.server} {recipe.serving.version}; serve writes SGLang's commands",
@@ -192,7 +195,8 @@ def prefill_and_decode(
     )
     roles = []
     for (side, checkpoint, does), server, name, first in zip(sides, servers, names, first_gpus, strict=True):
-        mine = replace(options, extra=(*_side_flags(side, decode.recipe, first), *options.extra))
+        flags = _side_flags(side, decode.recipe, first, cpu_lab=cpu_lab)
+        mine = replace(options, extra=(*flags, *options.extra))
         launch = _launch(checkpoint, decode.contract, server, name, python, mine, cpu_lab=cpu_lab)
         where = "the CPU lab" if cpu_lab else f"{_gpus(server.tensor_parallel, first)} of {server.host}"
         roles.append(Role(side, f"{checkpoint.location} {does}, on {where}", launch))
@@ -205,10 +209,10 @@ def prefill_and_decode(
     return Deployment(tuple(roles), tuple(notes))
 
 
-def _side_flags(side: Literal["prefill", "decode"], recipe: Recipe, first_gpu: int) -> list[str]:
+def _side_flags(side: Literal["prefill", "decode"], recipe: Recipe, first_gpu: int, *, cpu_lab: bool) -> list[str]:
     pd = recipe.serving.disaggregation
     flags = ["--disaggregation-mode", side, "--disaggregation-transfer-backend", pd.transfer_backend]
-    if pd.kv_checksum:
+    if pd.kv_checksum and not cpu_lab:  # its kernel runs on GPUs alone
         flags.append("--disaggregation-enable-kv-checksum")
     if side == "prefill":
         flags += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]

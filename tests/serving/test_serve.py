@@ -184,6 +184,22 @@ def test_half_a_deployment_is_refused(words: list[str], pairs: dict[str, tuple[P
     assert "moepress serve --prefill SRC --decode OUT" in str(done.exception)
 
 
+def test_the_recipes_deployment_is_changed_for_one_run(pairs: dict[str, tuple[Path, Path]]) -> None:
+    source, out = pairs["kimi"]
+    words = ["serve", "--prefill", str(source), "--decode", str(out), "--print"]
+    before = CliRunner().invoke(app, words).stdout
+    assert before.count("--disaggregation-enable-kv-checksum") == 2
+    fields = [
+        "--set",
+        "serving.disaggregation.kv_checksum=false",
+        "--set",
+        "serving.disaggregation.transfer_backend=nixl",
+    ]
+    after = CliRunner().invoke(app, [*words, *fields]).stdout
+    assert "checksum" not in after
+    assert after.count("--disaggregation-transfer-backend nixl") == 2
+
+
 def test_two_machines_are_not_started_from_one(pairs: dict[str, tuple[Path, Path]]) -> None:
     source, out = pairs["kimi"]
     done = CliRunner().invoke(
