@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """``fp8``: as published; ``int4``: pressed by rounding; ``int3``, ``int1``: the same files with coarser codes."""
+    """``fp8``: as published; ``int4``: pressed by rounding; ``int3``: the same files with every second code; ``erased``: all codes 0."""
     sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_kimi")]
     import export
 
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "fp8": source,
         "int4": pressed,
         "int3": damage(pressed, work / "int3", 2),
-        "int1": damage(pressed, work / "int1", 8),
+        "erased": damage(pressed, work / "erased", 16),
     }
 
 

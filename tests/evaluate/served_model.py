@@ -40,6 +40,7 @@ class ServedModel:
     refuses: tuple[str, ...] = ()
     url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    scored: tuple[list[int], torch.Tensor] = ([], torch.empty(0))
 
     @cached_property
     def words(self) -> list[str]:
@@ -48,7 +49,12 @@ class ServedModel:
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """[n, vocabulary] float32: of the token after each one."""
+        """[n, vocabulary] float32: of the token after each one. The last question's answer is remembered."""
+        if self.scored[0] != ids:
+            self.scored = ids, self._forward(ids)
+        return self.scored[1]
+
+    def _forward(self, ids: list[int]) -> torch.Tensor:
         return self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
 
     @torch.inference_mode()
@@ -56,6 +62,9 @@ class ServedModel:
         """Up to `count` tokens, and whether the model ended by itself."""
         if count < 1:
             return [], False
+        if count == 1:  # what scoring asks for: no cache, one forward
+            best = int(self.logprobs(ids)[-1].argmax())
+            return [best], best in self.ends()
         found = self.model.generate(
             torch.tensor([ids]),
             max_new_tokens=count,

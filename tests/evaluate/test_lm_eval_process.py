@@ -80,7 +80,7 @@ def test_tasks_are_paired_by_document_and_judged(
 ) -> None:
     """Three kinds of figure of source and damaged model; a second look runs nothing."""
     with Answers(tmp_path) as answers:
-        sides = [contestant(servers, "fp8", "source", answers), contestant(servers, "int1", "candidate", answers)]
+        sides = [contestant(servers, "fp8", "source", answers), contestant(servers, "erased", "candidate", answers)]
         texts = measurement(servers, lm_eval, LmTask("tiny_text", "tiny_text"), tasks, tmp_path / "lm")
         found = [texts.ask(who) for who in sides]
         (row,) = texts.compare(*found, BOUNDS).rows

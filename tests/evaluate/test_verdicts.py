@@ -22,14 +22,14 @@ from tests.evaluate.tiny_cases import write_cases
 pytestmark = pytest.mark.slow
 
 HELDOUT = EXAMPLES / "tiny_kimi" / "heldout"
-SMALL = ("--windows", "16", "--length", "96", "--top-k", "256", "--drift-prompts", "8", "--drift-tokens", "24")
+SMALL = ("--windows", "16", "--length", "64", "--top-k", "256", "--drift-prompts", "6", "--drift-tokens", "24")
 BOUNDS = ("evaluation.max_kl=0.012", "evaluation.min_top1_agreement=0.85", "evaluation.max_perplexity_rise=0.03",
           "evaluation.min_samples=30", "evaluation.max_tool_call_drop=0.15", "evaluation.max_truncated_share=0.3")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cases(tmp_path_factory.mktemp("cases") / "cases.jsonl", singles=30, conversations=6, turns=3)
+    return write_cases(tmp_path_factory.mktemp("cases") / "cases.jsonl", singles=28, conversations=4, turns=3)
 
 
 def run(servers: Servers, candidate: str, answers: Path, cases: Path, *options: str, url: str | None = None) -> Any:
@@ -37,7 +37,7 @@ def run(servers: Servers, candidate: str, answers: Path, cases: Path, *options: 
     words = ["evaluate", str(servers.folders[candidate]), "--baseline", str(servers.folders["fp8"])]
     words += ["--url", url or servers.served[candidate].url, "--baseline-url", servers.served["fp8"].url]
     words += ["--answers", str(answers), "--tool-cases", str(cases), "--max-tokens", "48", *SMALL, *options]
-    for domain, file in (("prose", "python-doc"), ("code", "stdlib-py"), ("chat", "chat")):
+    for domain, file in (("prose", "python-doc"), ("chat", "chat")):
         words += ["--text", f"{domain}={HELDOUT / file}.txt"]
     for bound in BOUNDS:
         words += ["--set", bound]
@@ -96,10 +96,12 @@ def test_int4_is_accepted_and_kept_for_the_report(servers: Servers, answers: Pat
 
 
 def test_damage_shows_in_its_order(servers: Servers, answers: Path, cases: Path) -> None:
-    """INT4 < INT3 < INT1 in KL on every domain, and the last two are regressions with exit code 1."""
+    """INT4 < INT3 < erased experts in KL on every domain, and the last two are regressions with exit code 1."""
     kl: dict[str, list[float]] = {}
-    for name, tasks in (("int4", "fidelity,drift"), ("int3", "fidelity"), ("int1", "fidelity,drift,tool-calls")):
-        result = run(servers, name, answers, cases, "--json", "--tasks", tasks)
+    for name, tasks in (("int4", "fidelity,drift"), ("int3", "fidelity"), ("erased", "fidelity,drift,tool-calls")):
+        result = run(
+            servers, name, answers, cases, "--json", "--tasks", tasks, "--set", "evaluation.max_tool_call_drop=0.05"
+        )
         data = found(result)
         kl[name] = [row["candidate"] for row in by_metric(data, "KL")]
         if name != "int4":
@@ -109,24 +111,23 @@ def test_damage_shows_in_its_order(servers: Servers, answers: Path, cases: Path)
     assert {row["verdict"] for row in by_metric(data, "perplexity")} == {"REGRESSION"}
     (calls,) = by_metric(data, "all calls right")
     assert (calls["verdict"], calls["mcnemar"]["p"] < 0.001) == ("REGRESSION", True)
-    turns = data["tool_calls"]["multi-turn"]
-    survival = {side: turns["survival"][side]["surviving"] for side in ("source", "candidate")}
-    assert [1.0, *survival["candidate"]][-1] < [1.0, *survival["source"]][-1]
+    survival = data["tool_calls"]["multi-turn"]["survival"]
+    assert survival["candidate"]["restricted_mean"] < survival["source"]["restricted_mean"]
     assert data["drift"]["candidate"]["restricted_mean"] < data["drift"]["noise"]["restricted_mean"]
     assert data["next"].startswith("moepress fidelity")
 
 
 def test_a_finished_run_asks_nothing_and_says_the_same(servers: Servers, answers: Path, cases: Path) -> None:
     words = ("--json", "--tasks", "fidelity,tool-calls")
-    first = found(run(servers, "int1", answers, cases, *words))
+    first = found(run(servers, "erased", answers, cases, *words))
     seen = {name: len(model.requests) for name, model in servers.served.items()}
-    again = found(run(servers, "int1", answers, cases, *words))
+    again = found(run(servers, "erased", answers, cases, *words))
     assert {name: len(model.requests) for name, model in servers.served.items()} == seen
     assert (again["requests"]["asked"], again["rows"]) == (0, first["rows"])
 
 
 def test_what_people_read(servers: Servers, answers: Path, cases: Path) -> None:
-    shown = run(servers, "int1", answers, cases).stdout
+    shown = run(servers, "erased", answers, cases).stdout
     assert "a lower bound" in shown
     assert "REGRESSION fidelity (KL, prose" in shown
     assert "itself, again" in shown
@@ -137,14 +138,14 @@ def test_what_people_read(servers: Servers, answers: Path, cases: Path) -> None:
 def test_an_api_without_probabilities_costs_the_default_task_not_the_run(
     servers: Servers, cases: Path, tmp_path: Path
 ) -> None:
-    served = servers.served["int1"]
+    served = servers.served["erased"]
     served.refuses = ("/generate",)
     try:
-        data = found(run(servers, "int1", tmp_path, cases, "--json", "--limit", "4"))
+        data = found(run(servers, "erased", tmp_path, cases, "--json", "--limit", "4"))
         assert [entry["task"] for entry in data["skipped"]] == ["fidelity", "drift"]
         assert "the candidate's server refused: POST /generate: HTTP 400" in data["skipped"][0]["why"]
         assert [row["task"] for row in data["rows"]] == ["tool calls"]
-        asked_for = run(servers, "int1", tmp_path, cases, "--json", "--tasks", "fidelity")
+        asked_for = run(servers, "erased", tmp_path, cases, "--json", "--tasks", "fidelity")
         assert "HTTP 400" in str(asked_for.exception)
     finally:
         served.refuses = ()
