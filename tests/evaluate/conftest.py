@@ -22,7 +22,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """``fp8``: as published; ``int4``: pressed by rounding; ``int3``: the same files with every second code; ``erased``: all codes 0."""
+    """``fp8``: as published; ``int4``: pressed by rounding; and the same files with coarser codes.
+
+    ``int3``: every second code, what 3 bits hold; ``erased``: all codes 0, experts that answer nothing.
+    """
     sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_kimi")]
     import export
 
