@@ -48,6 +48,8 @@ set -euo pipefail
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 head=${{nodes[0]}}
 on() {{ srun --overlap --export=ALL --nodes=1 --ntasks=1 --nodelist="$1" "${{@:2}}"; }}
+# For steps in the background: no shell of ours between a signal and srun.
+step() {{ exec srun --overlap --export=ALL --nodes=1 --ntasks=1 --nodelist="$1" "${{@:2}}"; }}
 
 # Ray: a port and a token of this job's own, so that jobs on the same machines never meet.
 export RAY_AUTH_MODE=token
@@ -55,17 +57,18 @@ RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export RAY_AUTH_TOKEN
 ip=$(on "$head" hostname --ip-address | awk '{{print $1}}')
 port=$((20000 + SLURM_JOB_ID % 20000))
-on "$head" ray start --head --node-ip-address="$ip" --port="$port" --include-dashboard=false {node} &
+step "$head" ray start --head --node-ip-address="$ip" --port="$port" --include-dashboard=false {node} &
 for node in "${{nodes[@]:1}}"; do
-  on "$node" ray start --address="$ip:$port" {node} &
+  step "$node" ray start --address="$ip:$port" {node} &
 done
 
 # The conversion. On SIGTERM it stops cleanly, and so does the job.
-on "$head" {job.command('"$ip:$port"')} &
+step "$head" {job.command('"$ip:$port"')} &
 run=$!
 trap 'kill -TERM $run 2>/dev/null; wait $run' TERM
 wait $run
 status=$?
 kill $(jobs -p) 2>/dev/null || true
+wait || true
 exit $status
 """

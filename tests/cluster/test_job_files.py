@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +59,19 @@ def test_a_rayjob_mounts_one_volume_everywhere_and_runs_the_same_command() -> No
     assert "&id" not in text
 
 
+def session(leader: int) -> list[str]:
+    """Living processes of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader and fields[0] != "Z":
+                found.append((entry / "cmdline").read_text().replace("\0", " ")[:200])
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
+
+
 SRUN = """#!/bin/bash
 # Slurm's srun, as far as the batch file uses it: options away, then the command, on this machine.
 while [[ "$1" == --* ]]; do shift; done
@@ -88,8 +103,17 @@ def test_the_batch_file_starts_ray_on_its_machines_and_converts_to_the_same_byte
         "SLURM_JOB_NODELIST": "ignored",
         "SLURM_JOB_ID": str(os.getpid()),
     }
-    done = subprocess.run(
-        ["bash", str(script)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    log = tmp_path / "log"
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            ["bash", str(script)], env=environment, cwd=tmp_path, stdout=written, stderr=written, start_new_session=True
+        )
+        try:
+            status = process.wait(300)
+        finally:
+            left = session(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert status == 0, log.read_text()[-3000:]
+    assert left == []
     assert shard_bytes(tmp_path / "out") == shard_bytes(tmp_path / "one")
