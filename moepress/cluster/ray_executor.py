@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,10 @@ RETRIES = 4
 
 QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 """Ray's own lines would break the progress line; what a worker did is in its log, and what failed becomes an error of ours."""
+
+
+START_SECONDS = 300.0
+"""Until every worker has imported torch and looked at the files; on a busy disk that takes a minute."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,8 @@ def _start_ray(wish: Workers) -> None:
     """Starts a Ray that ends with this process, or joins one."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    if wish.address is not None:
+        _reach(wish.address, wish.wait)
     try:
         if wish.address is not None:
             ray.init(address=wish.address, log_to_driver=False, logging_level="error")
@@ -223,6 +230,30 @@ def _start_ray(wish: Workers) -> None:
             where=wish.address or "--workers",
             hint="ray status --address ADDRESS" if wish.address else "run without --workers to convert in one process",
         ) from error
+
+
+def _reach(address: str, wait: float) -> None:
+    """Somebody listens at a HOST:PORT address: Ray itself would try a dead one for many minutes.
+
+    Raises:
+        PlanRefused: nobody does, within the time to wait.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", or a name that Ray resolves
+    until = time.monotonic() + wait
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise PlanRefused(
+                    f"no Ray cluster answers at {address}: {error.strerror or error}",
+                    where="--ray-address",
+                    hint="ray status, on the head, says whether it runs; --wait-for-workers SECONDS waits for it",
+                ) from error
+            time.sleep(1)
 
 
 def _start_workers(wish: Workers, given: list[Any]) -> list[Any]:
@@ -285,7 +316,15 @@ def _placements(handles: list[Any], out: Path, *, shared: bool) -> list[Placemen
     if nonce is not None:
         probe_file(out).parent.mkdir(parents=True, exist_ok=True)
         probe_file(out).write_text(nonce)
-    found: list[Placement] = [answer(handle.place.remote(nonce), "starting workers") for handle in handles]
+    asked = [handle.place.remote(nonce) for handle in handles]
+    ready, late = ray.wait(asked, num_returns=len(asked), timeout=START_SECONDS)
+    if late:
+        raise PlanRefused(
+            f"{len(late)} of {len(asked)} workers did not start in {START_SECONDS:.0f} s: the cluster is busy with other work",
+            where="--workers",
+            hint="ray status shows who holds its processors; ask for fewer workers",
+        )
+    found: list[Placement] = [answer(reference, "starting workers") for reference in ready]
     blind = [each for each in found if each.problem]
     if blind:
         raise PlanRefused(
