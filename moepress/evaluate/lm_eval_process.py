@@ -90,6 +90,10 @@ class LmSamples:
     version: str
 
 
+class _CannotKeep(EvaluateError):
+    """lm-eval's own cache of answers fails on this kind of task: it is run again without, and then whole or not at all."""
+
+
 def task_named(name: str) -> LmTask | None:
     """The task that a word of ``--tasks`` means, or None when it is none of lm-eval's."""
     if name.startswith("lm:"):
@@ -153,9 +157,11 @@ def run_lm_eval(
         run.mkdir(parents=True, exist_ok=True)
         for old in run.rglob("samples_*.jsonl"):
             old.unlink()
-        _execute(
-            _command(who, task, settings, python=python, tokenizer=_tokenizer_folder(tokenizer, run), run=run), who, run
-        )
+        command = _command(who, task, settings, python=python, tokenizer=_tokenizer_folder(tokenizer, run), run=run)
+        try:
+            _execute([*command, "--use_cache", str(run / "requests")], who, run)
+        except _CannotKeep:
+            _execute(command, who, run)
         done.write_text(json.dumps({"task": task.task, "lm_eval": version}))
     samples = _read_samples(run, task, settings, count_tokens, version)
     if who.watcher is not None:
@@ -179,7 +185,7 @@ def _command(
     }
     command = [str(python), "-m", "lm_eval", "run", "--model", "local-completions"]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
-    command += ["--tasks", task.task, "--log_samples", "--output_path", str(run), "--use_cache", str(run / "requests")]
+    command += ["--tasks", task.task, "--log_samples", "--output_path", str(run)]
     if task.fewshot is not None:
         command += ["--num_fewshot", str(task.fewshot)]
     if task.generates:
@@ -213,6 +219,8 @@ def _execute(command: Sequence[str], who: Contestant, run: Path) -> None:
     if status != 0:
         text = log.read_text(errors="replace")
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")[-300:]
+        if "hash_args" in text and "'NoneType' object is not iterable" in text:
+            raise _CannotKeep("lm-eval 0.4.13 cannot keep answers of rolling log-likelihoods", where=str(log))
         if any(sign in text for sign in _NO_DATA):
             raise EvaluateError(
                 f"lm-eval could not load its data from the Hub: {last}",
