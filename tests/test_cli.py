@@ -183,3 +183,14 @@ def test_plan_gives_the_published_figures_from_a_config_alone(
     for side, size, gpu in (("source", source_gib, gpu_before), ("pressed", pressed_gib, gpu_after)):
         assert abs(data[side]["bytes"] / 2**30 - size) < 0.05
         assert abs(data[side]["weights_per_gpu"] / 2**30 - gpu) < 0.05
+
+
+def test_help_keeps_every_word() -> None:
+    """Rich takes ``[default: …]`` for markup and drops it: write it in round brackets."""
+    swallowed = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted((ROOT / "moepress" / "commands").glob("*.py"))
+        for line in path.read_text().splitlines()
+        if "[default" in line
+    ]
+    assert swallowed == []

@@ -19,9 +19,9 @@ BaseModel = Annotated[
 def card(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.md", help="Write it there [default: print it].")
+        Path | None, typer.Option("--output", "-o", metavar="FILE.md", help="Write it there (default: print it).")
     ] = None,
-    title: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name [default: the folder's].")] = None,
+    title: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name (default: the folder's).")] = None,
     base_model: BaseModel = None,
     as_json: AsJson = False,
 ) -> None:

@@ -28,7 +28,7 @@ DeleteSource = Annotated[
 ]
 SourceFolder = Annotated[
     Path | None,
-    typer.Option("--source-dir", metavar="DIR", help="Where SRC from the Hub comes to lie [default: OUT-source]."),
+    typer.Option("--source-dir", metavar="DIR", help="Where SRC from the Hub comes to lie (default: OUT-source)."),
 ]
 
 

@@ -28,7 +28,7 @@ def publish(
     base_model: BaseModel = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
     public: Annotated[
-        bool, typer.Option("--public", help="A repository that is made now is public [default: private].")
+        bool, typer.Option("--public", help="A repository that is made now is public (default: private).")
     ] = False,
     replace: Annotated[
         bool, typer.Option("--replace", help="Files on main that are not of this output are removed by the same merge.")

@@ -27,7 +27,7 @@ def run(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Where it is pressed [default: --to, or the name of --to]."),
+        typer.Option("--out", metavar="DIR", help="Where it is pressed (default: --to, or the name of --to)."),
     ] = None,
     overrides: Overrides = None,
     skip: Annotated[
