@@ -25,20 +25,17 @@ def test_a_damaged_checkpoint_is_a_regression_through_sglang(
     tmp_path: Path,
 ) -> None:
     """Codes of 3 bits where 4 are declared: KL and agreement say so, tool calls go through SGLang's own parser."""
-    cases = write_cases(tmp_path / "cases.jsonl", singles=16, conversations=2, turns=3)
+    cases = write_cases(tmp_path / "cases.jsonl", singles=8, conversations=1, turns=2)
     words = ["evaluate", str(folders["int3"]), "--baseline", str(folders["fp8"]), "--cpu-lab"]
     words += ["--sglang-python", str(sglang_python), "--boot-timeout", "800", "--json"]
-    words += ["--text", f"prose={HELDOUT / 'python-doc.txt'}", "--text", f"code={HELDOUT / 'stdlib-py.txt'}"]
-    words += ["--windows", "16", "--length", "96", "--top-k", "256", "--drift-prompts", "4", "--drift-tokens", "16"]
+    words += ["--text", f"prose={HELDOUT / 'python-doc.txt'}"]
+    words += ["--windows", "16", "--length", "64", "--top-k", "256", "--drift-prompts", "4", "--drift-tokens", "16"]
     words += ["--tool-cases", str(cases), "--max-tokens", "48", "--set", "evaluation.max_kl=0.012"]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, SystemExit), result.exception
     data = json.loads(result.stdout)
     assert (result.exit_code, data["verdict"]) == (1, "REGRESSION")
-    assert {row["metric"]: row["verdict"] for row in data["rows"] if row["metric"].startswith("KL")} == {
-        "KL, prose": "REGRESSION",
-        "KL, code": "REGRESSION",
-    }
+    assert {row["metric"]: row["verdict"] for row in data["rows"]}["KL, prose"] == "REGRESSION"
     assert data["source"]["server"] == data["candidate"]["server"] == "SGLang 0.5.23 on the CPU lab"
     assert data["tool_calls"]["single"]["source"]["correct"] > 0.5
     assert data["drift"]["noise"]["diverged"] == 0, "one request at a time, one thread: the source repeats itself"
