@@ -16,6 +16,7 @@ import pytest
 from moepress.cluster.ray_executor import RayExecutor, Workers, ray_workers
 from moepress.convert.run import convert
 from moepress.errors import FormatError, PlanRefused
+from moepress.formats.checkpoint import open_checkpoint
 from moepress.verify.run import verify
 from tests.pressing import press, recipe_for, shard_bytes
 from tests.tiny_checkpoints import build
@@ -119,8 +120,9 @@ def worker_pids(out: Path) -> list[int]:
 def test_what_a_worker_finds_wrong_is_our_error_with_its_name(two_nodes: str, tmp_path: Path) -> None:
     source = build("kimi", tmp_path / "src")
     name = "model.layers.1.mlp.experts.0.up_proj.weight"
-    ref = source.checkpoint.tensors[name]
-    with source.checkpoint.path(ref.shard).open("r+b") as file:
+    checkpoint = open_checkpoint(source.folder)
+    ref = checkpoint.tensors[name]
+    with checkpoint.path(ref.shard).open("r+b") as file:
         file.seek(ref.start)
         file.write(b"\x7f")
     with pytest.raises(FormatError, match="NaN") as caught:
