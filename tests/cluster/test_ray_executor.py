@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moepress.cluster.ray_executor import RayExecutor, Workers, ray_workers
-from moepress.convert.run import convert
+from moepress.convert.run import Silent, convert
 from moepress.errors import FormatError, PlanRefused
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.verify.run import verify
@@ -74,7 +74,7 @@ def test_outputs_that_workers_do_not_see_are_gathered(two_nodes: str, tmp_path: 
 
 
 def test_workers_killed_again_and_again_change_no_byte(two_nodes: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """CL-03: work that died with its worker is done again; nothing half-written is taken for a shard."""
+    """Work that died with its worker is done again; nothing half-written is taken for a shard."""
     source = build("kimi", tmp_path / "src", layers=5)
     press(source.folder, tmp_path / "one", "kimi", *GPTQ)
     killed: list[int] = []
@@ -115,6 +115,19 @@ def worker_pids(out: Path) -> list[int]:
         if name.startswith(b"ray::_RayWorker"):
             found.append(int(entry.name))
     return sorted(found) if (out / ".moepress" / "logs").exists() else []
+
+
+def test_workers_outlive_a_run_that_waits_for_its_disk(two_nodes: str, tmp_path: Path) -> None:
+    """CL-01: workers share no collective and no deadline, so a run that writes slowly ends nobody."""
+
+    class SlowDisk(Silent):
+        def unit_done(self, receipt: dict[str, Any]) -> None:
+            time.sleep(3)
+
+    source = build("kimi", tmp_path / "src")
+    press(source.folder, tmp_path / "one", "kimi", *GPTQ)
+    spread(source.folder, tmp_path / "two", "kimi", *GPTQ, workers=Workers(2, two_nodes), watcher=SlowDisk())
+    assert shard_bytes(tmp_path / "two") == shard_bytes(tmp_path / "one")
 
 
 def test_what_a_worker_finds_wrong_is_our_error_with_its_name(two_nodes: str, tmp_path: Path) -> None:
