@@ -132,8 +132,10 @@ def run_trial(
     """
     plain = replace(side, name="baseline", boots=[], info={})
     guarded = replace(
-        plain,
+        side,
         name="candidate",
+        boots=[],
+        info={},
         plugins=(*side.plugins, SITE),
         variables={**side.variables, MODE_VARIABLE: mode, LOG_VARIABLE: str(work / "kv-violations.jsonl")},
     )
