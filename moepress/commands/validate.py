@@ -259,14 +259,20 @@ def _show_kv_integrity(result: Validation) -> None:
     if trial is None:
         return
     smoke = " — smoke only, says nothing about a GPU" if result.smoke else ""
-    rows = table(
-        f"KV integrity, {trial.mode}: with over without{smoke}",
-        right=("tokens/s", "p95 between tokens", "p95 to first token"),
+    stdout.print(
+        f"\n[bold]KV integrity[/bold], {trial.mode}: with the plug-in over without{smoke}; median [least–most]",
+        soft_wrap=True,
     )
+    rows = table("at once", right=("tokens/s", "p95 between tokens", "p95 to first token"))
     for row in trial.overheads:
         ratios = (row.throughput, row.inter_token_p95, row.ttft_p95)
-        rows.add_row(f"{row.concurrency} at once", *(f"× {ratio.value:.3f}" for ratio in ratios))
+        rows.add_row(str(row.concurrency), *(_ratio(ratio) for ratio in ratios))
     stdout.print(rows)
+
+
+def _ratio(ratio: Figure) -> str:
+    spread = f" [{min(ratio.runs):.3f}–{max(ratio.runs):.3f}]" if len(ratio.runs) > 1 else ""
+    return f"× {ratio.value:.3f}{spread}"
 
 
 def _bounds(out: Path, recipe: str | None, overrides: list[str] | None) -> tuple[Recipe, str, bool]:

@@ -347,7 +347,9 @@ class _Run:
             gates += judging.judge_sanity(bounds, self.sanity, lost)
         if request.kv_integrity is not None:
             absent = judging.NotJudged(lost)
-            gates.append(judge_trial(self.kv_integrity) if self.kv_integrity else judging.Gate(GATE, absent))
+            gates.append(
+                judge_trial(self.kv_integrity, smoke=smoke) if self.kv_integrity else judging.Gate(GATE, absent)
+            )
         return Validation(
             output=str(request.out),
             baseline=None if request.baseline is None else str(request.baseline),

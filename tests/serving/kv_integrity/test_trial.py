@@ -38,10 +38,15 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_active_and_silent_on_every_rank_passes_and_names_the_cost() -> None:
-    outcome = judge(Trial("enforce", (rank(), rank(checks=48)), SPEED)).outcome
+    outcome = judge(Trial("enforce", (rank(), rank(checks=48)), SPEED), smoke=False).outcome
     assert isinstance(outcome, Passed)
     assert outcome.reason.startswith("enforce on 2 ranks, 48 forwards checked, no violation; throughput × 0.990")
     assert outcome.numbers["throughput at 8"].value == 0.99
+
+
+def test_without_a_gpu_the_reason_names_no_cost() -> None:
+    outcome = judge(Trial("enforce", (rank(),), SPEED), smoke=True).outcome
+    assert outcome.reason == "enforce on 1 rank, 50 forwards checked, no violation"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def test_active_and_silent_on_every_rank_passes_and_names_the_cost() -> None:
     ],
 )
 def test_one_rank_that_is_not_as_it_should_be_fails(changed: dict[str, Any], said: str) -> None:
-    outcome = judge(Trial("enforce", (rank(), rank(**changed)), SPEED)).outcome
+    outcome = judge(Trial("enforce", (rank(), rank(**changed)), SPEED), smoke=False).outcome
     assert isinstance(outcome, Failed)
     assert said in outcome.reason
 
