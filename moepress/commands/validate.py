@@ -260,7 +260,7 @@ def _show_kv_integrity(result: Validation) -> None:
         return
     smoke = " — smoke only, says nothing about a GPU" if result.smoke else ""
     stdout.print(
-        f"\n[bold]KV integrity[/bold], {trial.mode}: with the plug-in over without{smoke}; median [least–most]",
+        f"\n[bold]KV integrity[/bold], {trial.mode}: with the plug-in over without{smoke}; median and spread",
         soft_wrap=True,
     )
     rows = table("at once", right=("tokens/s", "p95 between tokens", "p95 to first token"))
