@@ -6,7 +6,7 @@ An expert is gate and up, one weight [4096, 7168], and down [7168, 2048]. Its He
 random tokens of correlated channels; what is timed is what `convert` does with them: error-aware targets, searched scales, the
 sweep, polish. Seconds are wall and, for a shared machine, the processor's of all threads; peak memory is the process's.
 
-On paper, for 60 layers of 384 experts (convert.calibration_cost counts, docs/guides/calibration.md):
+On paper, for 60 layers of 384 experts (convert.forecast.calibration_cost counts, docs/guides/calibration.md):
 
     operations   of the whole calibrated conversion, over 790 TFLOP/s (BF16 products of an H200)
     bytes        each Hessian, weight and target read and written once a step, over 4.3 TB/s
@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.measure import machine
 from moepress.calibration.memory import available_memory
-from moepress.convert.calibration_cost import operations
+from moepress.convert.forecast.calibration_cost import operations
 from moepress.quantize.error_aware import error_aware_target
 from moepress.quantize.gptq import gptq
 from moepress.quantize.grid import Grid

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Cost, interleaved, machine, run, summary
-from moepress.convert.llmcompressor_process import Request
-from moepress.convert.run import calibration_samples
+from moepress.convert.calibrated.samples import calibration_samples
+from moepress.convert.llmcompressor.process import Request
 from moepress.formats.architecture import expected_weights, parameter_count
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.writer import ShardWriter, write_index
@@ -107,9 +107,11 @@ def contenders(folder: Path, tokens: int, threads: int) -> dict[str, list[str]]:
     program = str(Path(sys.executable).with_name("moepress"))
     ours = [program, "convert", str(folder / "source"), str(folder / "out"), "--recipe", "kimi-k2-bf16", "--json"]
     ours += ["--threads", str(threads), *(word for option in options for word in ("--set", option))]
-    import_ours = "import moepress.cli, moepress.convert.layers, transformers.models.deepseek_v3.modeling_deepseek_v3"
+    import_ours = (
+        "import moepress.cli, moepress.convert.calibrated.layers, transformers.models.deepseek_v3.modeling_deepseek_v3"
+    )
     import_peer = (  # in the order of the process: transformers first
-        "import moepress.convert.llmcompressor_process as p, transformers.models.deepseek_v3.modeling_deepseek_v3;"
+        "import moepress.convert.llmcompressor.process as p, transformers.models.deepseek_v3.modeling_deepseek_v3;"
         "p._stand_in_for_torchvision(); import llmcompressor, datasets; from llmcompressor.modifiers.gptq import GPTQModifier"
     )
     return {
@@ -119,7 +121,7 @@ def contenders(folder: Path, tokens: int, threads: int) -> dict[str, list[str]]:
         "llm-compressor": [
             sys.executable,
             "-m",
-            "moepress.convert.llmcompressor_process",
+            "moepress.convert.llmcompressor.process",
             str(folder / "request.json"),
         ],
         "moepress, imports alone": [sys.executable, "-c", import_ours],

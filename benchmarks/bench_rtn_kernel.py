@@ -7,7 +7,7 @@
         compressed-tensors     calculate_qparams and quantize in float32: codes and scales, the same as ``max``
         torch                  rtn_plain, the twin that the kernels are held to
     block FP8 → packed words and scales, as a conversion does it
-        fused max              press_kernel: one compiled pass
+        fused max              press.kernel: one compiled pass
         chain max              decode_band, rtn_band, pack_int4 in tiles of a megabyte: the pass's twin
 
 Contenders take turns inside a round; medians and minima of processor seconds of the one thread. JSON on standard output.
@@ -29,7 +29,7 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from benchmarks.measure import machine
-from moepress.convert.press_kernel import press_fp8_rows
+from moepress.convert.press.kernel import press_fp8_rows
 from moepress.formats.fp8 import decode_band, encode_fp8_block
 from moepress.formats.int4 import pack_int4
 from moepress.quantize.grid import Grid

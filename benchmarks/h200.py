@@ -12,7 +12,7 @@
     kimi block  a block of Kimi K2's experts, 7168 × 2048
 
 Each part is a process of its own with a time limit: one that fails, hangs or breaks the device loses its own figures only. Data
-are made on the device. What the figures should replace in ``moepress/convert/machines.py`` is printed at the end.
+are made on the device. What the figures should replace in ``moepress/convert/forecast/machines.py`` is printed at the end.
 
 Exit code 1 when a kernel disagrees with its twin, or a part gave nothing.
 """
@@ -151,7 +151,7 @@ def table(found: Mapping[str, Figures]) -> list[str]:
 
 
 def rates_for_machines(found: Mapping[str, Figures]) -> dict[str, float]:
-    """What ``MACHINES`` of moepress/convert/machines.py should hold for this device, in operations and bytes a second."""
+    """What ``MACHINES`` of moepress/convert/forecast/machines.py should hold for this device, in operations and bytes a second."""
     rates = {}
     if "to_device_gbps" in found.get("ceilings", {}):
         rates["link"] = found["ceilings"]["to_device_gbps"] * 1e9
@@ -222,7 +222,7 @@ def main() -> None:
             arguments.json.write_text(json.dumps(report, indent=1))
     print("\n".join(table(found)))
     if not arguments.smoke:
-        print("\nmoepress/convert/machines.py, in operations and bytes a second:")
+        print("\nmoepress/convert/forecast/machines.py, in operations and bytes a second:")
         print("\n".join(f"    {name:<8} {rate:.3g}" for name, rate in rates_for_machines(found).items()))
     for problem in wrong(found):
         print(f"WRONG: {problem}")

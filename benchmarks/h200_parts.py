@@ -303,7 +303,7 @@ def _operations(shape: Shape, mode: str, passes: int, experts: int) -> dict[str,
 
 
 def _experts_in_a_block(device: str, shape: Shape) -> int:
-    """As `convert.calibration_cost.block_bytes` sizes them: matrices of C² four times, weights five times."""
+    """As `convert.forecast.calibration_cost.block_bytes` sizes them: matrices of C² four times, weights five times."""
     if device != "cuda":
         return 2
     free = torch.cuda.mem_get_info()[0] * 0.5

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moepress.convert.run import Conversion, Watcher, convert
+from moepress.convert.run import Conversion, convert
+from moepress.convert.watcher import Watcher
 from moepress.recipe import Recipe, load_recipe
 
 RECIPES = {

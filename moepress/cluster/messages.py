@@ -25,7 +25,7 @@ from moepress.calibration.activations import Activations
 from moepress.calibration.expert_tap import RoutedTokens, TapInputs
 from moepress.calibration.layer_runner import DenseBatch
 from moepress.calibration.statistics import PooledMoments
-from moepress.convert.expert_block import LayerInputs, PressedBlock
+from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
 from moepress.quantize.fidelity import Fidelity
 from moepress.quantize.grid import Grid, QuantizedWeight
 

@@ -38,7 +38,7 @@ from moepress.cluster.gather import gather_shards
 from moepress.cluster.messages import SentInputs, receive, receive_dense, send, send_tokens
 from moepress.cluster.windows import answer, as_they_come, in_order
 from moepress.cluster.worker import Placement, Worker, WorkerStart, probe_file
-from moepress.convert.expert_block import LayerInputs, PressedBlock
+from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan
 from moepress.errors import PlanRefused

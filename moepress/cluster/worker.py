@@ -37,9 +37,9 @@ from moepress.cluster.messages import (
     send,
     send_dense,
 )
+from moepress.convert.calibrated.layers import read_back, run_settings
 from moepress.convert.executor import press_experts
 from moepress.convert.journal import STATE_FOLDER
-from moepress.convert.layers import read_back, run_settings
 from moepress.convert.plan import ConversionPlan
 from moepress.convert.units import Pool, run_unit
 from moepress.formats.checkpoint import Checkpoint

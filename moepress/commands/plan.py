@@ -20,8 +20,8 @@ from moepress.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from moepress.convert.machines import PaperTime
-    from moepress.convert.outlook import Outlook
+    from moepress.convert.forecast.machines import PaperTime
+    from moepress.convert.forecast.outlook import Outlook
 
 
 def plan(
@@ -49,7 +49,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what a conversion would need and give, and refuse what cannot work, before any work."""
-    from moepress.convert.outlook import outlook
+    from moepress.convert.forecast.outlook import outlook
     from moepress.recipe import load_recipe, parse_size
 
     loaded = load_recipe(recipe, overrides or ())
@@ -90,7 +90,7 @@ def show(result: Outlook) -> None:
 
 def show_paper(times: tuple[PaperTime, ...]) -> None:
     """Times on machines that are not here: arithmetic, and said to be."""
-    from moepress.convert.machines import MACHINES
+    from moepress.convert.forecast.machines import MACHINES
 
     names = list(dict.fromkeys(name for each in times for name in each.stages))
     rows = table("on paper", right=(*names, "in turn", "floor"))

@@ -106,7 +106,7 @@ class ConvertProgress(Bar):
 
 def _tell_calibration_cost(plan: ConversionPlan) -> None:
     from moepress.calibration.memory import available_memory
-    from moepress.convert.calibration_cost import calibration_cost, timed
+    from moepress.convert.forecast.calibration_cost import calibration_cost, timed
     from moepress.formats.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(plan.source)

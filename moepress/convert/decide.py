@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moepress.convert.kv_fold import Fold
+from moepress.convert.kv.fold import Fold
 from moepress.errors import PlanRefused
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import Component, Family, Identity, classify_all

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moepress.convert.decide import FP8_KINDS, Decision
-from moepress.convert.kv_plan import emission_for
+from moepress.convert.kv.plan import emission_for
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.families import Component, Family, text_config
 from moepress.formats.quantization_config import (

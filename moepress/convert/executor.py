@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moepress.calibration.expert_tap import RoutedTokens
     from moepress.calibration.layer_fill import ExpertBlock
     from moepress.calibration.layer_runner import OpenLayer, Stream
-    from moepress.convert.expert_block import LayerInputs, PressedBlock
+    from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
 
 
 class Executor(Protocol):
@@ -134,7 +134,7 @@ def press_experts(layer: OpenLayer, experts: range, inputs: LayerInputs, recipe:
     """
     import torch
 
-    from moepress.convert.expert_block import press_block
+    from moepress.convert.calibrated.expert_block import press_block
 
     try:
         return press_block(layer.load_experts(experts, dtype=torch.float32), inputs, recipe)

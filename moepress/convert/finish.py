@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from moepress.convert.journal import Journal
-from moepress.convert.kv_scales import KvScales
+from moepress.convert.kv.scales import KvScales
 from moepress.convert.output_config import output_config
 from moepress.convert.plan import ConversionPlan
 from moepress.errors import ConvertError

@@ -14,7 +14,7 @@ from typing import Any
 from moepress.convert.carried import KV_SCALES, check_carried
 from moepress.convert.decide import Decision, decide, rescaling_rule, rule
 from moepress.convert.description import Description, describe
-from moepress.convert.kv_plan import KvPlan, plan_kv
+from moepress.convert.kv.plan import KvPlan, plan_kv
 from moepress.convert.layout import ShardPlan, assign_shards, plan_outputs
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights

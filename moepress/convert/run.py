@@ -11,41 +11,25 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moepress.convert.arrivals import Arrivals
-from moepress.convert.estimate import check_disk
-from moepress.convert.executor import Place, in_process
+from moepress.convert.calibrated.samples import calibration_samples
+from moepress.convert.executor import Executor, Place, in_process
 from moepress.convert.finish import finish
+from moepress.convert.forecast.estimate import check_disk
 from moepress.convert.journal import Journal
-from moepress.convert.kv_plan import reads_calibration_text
-from moepress.convert.kv_scales import KvScales
+from moepress.convert.kv.plan import reads_calibration_text
+from moepress.convert.kv.scales import KvScales
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan, make_plan
+from moepress.convert.watcher import Silent, Watcher
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
-from moepress.formats.families import identify_family, text_config
+from moepress.formats.families import identify_family
 from moepress.recipe import Recipe
 
 if TYPE_CHECKING:
     from moepress.calibration.text import CalibrationSet
-
-
-class Watcher(Protocol):
-    """What somebody who looks at a run is told. All calls come from the thread that runs the conversion."""
-
-    def begin(self, plan: ConversionPlan, bytes_done: int) -> None: ...
-    def unit(self, label: str) -> None: ...
-    def advance(self, source_bytes: int) -> None: ...
-    def unit_done(self, receipt: dict[str, Any]) -> None: ...
-
-
-class Silent:
-    """Watches nothing."""
-
-    def begin(self, plan: ConversionPlan, bytes_done: int) -> None: ...
-    def unit(self, label: str) -> None: ...
-    def advance(self, source_bytes: int) -> None: ...
-    def unit_done(self, receipt: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -91,19 +75,19 @@ def convert(
     started = time.monotonic()
     watcher = watcher or Silent()
     checkpoint = arrivals.checkpoint if arrivals is not None else open_checkpoint(source)
-    needed = reads_calibration_text(identify_family(checkpoint.config), recipe)
-    if needed:
+    samples = None
+    if reads_calibration_text(identify_family(checkpoint.config), recipe):
         from moepress.calibration.device import resolve_device
 
         device = resolve_device(device)
-    samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code) if needed else None
+        samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code)
     plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
     journal = Journal(out, plan)
     journal.check()
-    done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
-    check_disk(plan, out, finished=set(done))
+    done = {shard.name for shard in plan.shards if journal.receipt(shard.name)}
+    check_disk(plan, out, finished=done)
     if recipe.engine == "llmcompressor":
-        from moepress.convert.llmcompressor_engine import check_engine
+        from moepress.convert.llmcompressor.engine import check_engine
 
         check_engine(checkpoint, plan)
     todo = [s for s in plan.shards if s.name not in done and not (recipe.calibrated and s.layer is not None)]
@@ -113,74 +97,84 @@ def convert(
     with journal.open(), place(checkpoint, plan, out) as executor:
         watcher.begin(plan, sum(shard_source_bytes(plan, s) for s in plan.shards if s.name in done))
         kv = KvScales(plan, journal) if plan.kv.layers else None
-
-        def write(shards: list[ShardPlan], as_planned: ConversionPlan) -> None:
-            def keep(shard: ShardPlan, receipt: dict[str, Any]) -> None:
-                journal.write_receipt(shard.name, receipt)
-                watcher.unit_done(receipt)
-                if arrivals is not None:
-                    arrivals.finished(shard)
-
-            carried = [shard for shard in shards if not shard.added]
-            for shard, receipt in executor.shards(carried, as_planned, watcher.unit, watcher.advance):
-                keep(shard, receipt)
-            for shard in shards:
-                if shard.added and kv is not None:
-                    watcher.unit(shard.label)
-                    keep(shard, kv.write_shard(shard, out))
-
-        first = [shard for shard in todo if kv is None or shard.layer is not None]
-        layers_first = (
-            arrivals is not None and recipe.calibrated
-        )  # the layers arrive in order, kept tensors are in all shards
-        if not layers_first:
-            write(first, plan)
-        if samples is not None and recipe.calibrated and recipe.engine == "llmcompressor":
-            from moepress.convert.llmcompressor_engine import LlmCompressorEngine
-
-            LlmCompressorEngine(checkpoint, plan, journal, samples, watcher, threads).run()
-        elif samples is not None and recipe.calibrated:
-            from moepress.convert.layers import CalibratedLayers
-
-            CalibratedLayers(checkpoint, plan, journal, samples, executor, watcher, kv, device=device).run()
-        if layers_first:
-            write(first, plan)
-        if samples is not None and kv is not None:
-            from moepress.convert.kv_measure import measure_source
-
-            measure_source(checkpoint, kv, journal, samples, watcher, device=device)
-            # the weights around the cache are among the kept tensors, which have waited for what goes into them
-            write([shard for shard in todo if shard.layer is None], kv.pressed_plan())
+        run = _Run(checkpoint, plan, journal, samples, executor, watcher, kv, arrivals, device)
+        run.press(todo, threads)
         report = finish(checkpoint, plan, journal, kv)
     return Conversion(plan, out, report, time.monotonic() - started, resumed=len(done))
 
 
-def calibration_samples(checkpoint: Checkpoint, recipe: Recipe, *, trust_remote_code: bool = False) -> CalibrationSet:
-    """The recipe's calibration text through the checkpoint's own tokenizer, cut into samples.
+@dataclass(frozen=True)
+class _Run:
+    """The stages of one run, in the order that what they need is there."""
 
-    Raises:
-        PlanRefused: too little text, or none where the recipe says it is.
-        CheckpointError: the checkpoint has no tokenizer, or one that is not its own.
-    """
-    from moepress.calibration.text import default_documents, hub_documents, load_tokenizer, make_samples, read_documents
+    checkpoint: Checkpoint
+    plan: ConversionPlan
+    journal: Journal
+    samples: CalibrationSet | None
+    executor: Executor
+    watcher: Watcher
+    kv: KvScales | None
+    arrivals: Arrivals | None
+    device: str
 
-    wish = recipe.calibration
-    family = identify_family(checkpoint.config)
-    documents: Any
-    if wish.text == "default":
-        documents = default_documents()
-    elif wish.text.startswith("hub:"):
-        documents = hub_documents(wish.text.removeprefix("hub:"))
-    else:
-        documents = read_documents(Path(wish.text))
-    return make_samples(
-        documents,
-        load_tokenizer(checkpoint.path("config.json").parent, trust_remote_code=trust_remote_code),
-        samples=wish.samples,
-        length=wish.length,
-        seed=wish.seed,
-        vocab_size=int(text_config(family, checkpoint.config)["vocab_size"]),
-    )
+    def press(self, todo: list[ShardPlan], threads: int | None) -> None:
+        """Presses the shards that need no calibration and every calibrated layer; KV scales last, and what they go into.
+
+        Args:
+            todo: unfinished shards outside calibrated layers.
+        """
+        # with KV scales, kept tensors wait: the weights around the cache are among them
+        waiting = [shard for shard in todo if self.kv is not None and shard.layer is None]
+        ready = [shard for shard in todo if shard not in waiting]
+        # layers arrive in order, kept tensors are spread over all shards of the source
+        if layers_first := self.arrivals is not None and self.plan.recipe.calibrated:
+            self.calibrated_layers(threads)
+        self.write(ready, self.plan)
+        if not layers_first:
+            self.calibrated_layers(threads)
+        if self.samples is not None and self.kv is not None:
+            from moepress.convert.kv.measure import measure_source
+
+            measure_source(self.checkpoint, self.kv, self.journal, self.samples, self.watcher, device=self.device)
+            self.write(waiting, self.kv.pressed_plan())
+
+    def calibrated_layers(self, threads: int | None) -> None:
+        """The experts' shards, where the recipe calibrates them."""
+        if self.samples is None or not self.plan.recipe.calibrated:
+            return
+        if self.plan.recipe.engine == "llmcompressor":
+            from moepress.convert.llmcompressor.engine import LlmCompressorEngine
+
+            LlmCompressorEngine(self.checkpoint, self.plan, self.journal, self.samples, self.watcher, threads).run()
+            return
+        from moepress.convert.calibrated.layers import CalibratedLayers
+
+        CalibratedLayers(
+            self.checkpoint,
+            self.plan,
+            self.journal,
+            self.samples,
+            self.executor,
+            self.watcher,
+            self.kv,
+            device=self.device,
+        ).run()
+
+    def write(self, shards: list[ShardPlan], as_planned: ConversionPlan) -> None:
+        """Shards that need no calibration, and those that hold nothing but KV scales."""
+        carried = [shard for shard in shards if not shard.added]
+        for shard, receipt in self.executor.shards(carried, as_planned, self.watcher.unit, self.watcher.advance):
+            self._keep(shard, receipt)
+        for shard in shards:
+            if shard.added and self.kv is not None:
+                self.watcher.unit(shard.label)
+                self._keep(shard, self.kv.write_shard(shard, self.journal.out))
+
+    def _keep(self, shard: ShardPlan, receipt: dict[str, Any]) -> None:
+        self.journal.write_receipt(shard.name, receipt)
+        self.watcher.unit_done(receipt)
+        if self.arrivals is not None:
+            self.arrivals.finished(shard)
 
 
 def shard_source_bytes(plan: ConversionPlan, shard: ShardPlan) -> int:

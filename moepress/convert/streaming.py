@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moepress.convert.arrivals import arrival_order, in_order_of_arrival, last_needed, peak_bytes
-from moepress.convert.estimate import SLACK_BYTES
+from moepress.convert.forecast.estimate import SLACK_BYTES
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan
 from moepress.errors import PlanRefused

@@ -22,9 +22,9 @@ import xxhash
 
 from moepress.convert.decide import Decision
 from moepress.convert.layout import OutputTensor, ShardPlan, WeightPlan
-from moepress.convert.pieces import Bytes, Piece, Pressed, Scratch, cut
 from moepress.convert.plan import PRESS_VERSION, ConversionPlan
 from moepress.convert.press import press
+from moepress.convert.press.pieces import Bytes, Piece, Pressed, Scratch, cut
 from moepress.formats.reader import TensorReader
 from moepress.formats.writer import ShardWriter
 from moepress.quantize.decision import Folded, Kept, Quantized

@@ -2,7 +2,7 @@
 
     w = code · scale of its block        s = bf16(max|w| / 7.5) of its group        q = clamp(round(w / s), −8, 7)
 
-A conversion rounds on the processor (`convert.press_fused`), where one pass over the source keeps up with a disk. This is for
+A conversion rounds on the processor (`convert.press.fused`), where one pass over the source keeps up with a disk. This is for
 sources that are on a device already, and what the fused kernel is held to.
 """
 

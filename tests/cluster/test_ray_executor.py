@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from moepress.cluster.ray_executor import RayExecutor, Workers, ray_workers
-from moepress.convert.run import Silent, convert
+from moepress.convert.run import convert
+from moepress.convert.watcher import Silent
 from moepress.errors import FormatError, PlanRefused
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.verify.run import verify

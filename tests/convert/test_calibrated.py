@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from moepress.calibration.text import text_digest
 from moepress.cli import app
-from moepress.convert.run import calibration_samples
+from moepress.convert.calibrated.samples import calibration_samples
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.verify.run import verify

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moepress.calibration.memory import available_memory
-from moepress.convert.calibration_cost import PROCESS_BYTES, calibration_cost, operations
+from moepress.convert.forecast.calibration_cost import PROCESS_BYTES, calibration_cost, operations
 from moepress.recipe import load_recipe
 from tests.pressing import recipe_for
 from tests.tiny_checkpoints import build

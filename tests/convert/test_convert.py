@@ -411,7 +411,7 @@ def test_a_full_disk_is_found_before_work(tmp_path: Path, monkeypatch: pytest.Mo
     def nearly_full(folder: object) -> object:
         return shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr("moepress.convert.estimate.shutil.disk_usage", nearly_full)
+    monkeypatch.setattr("moepress.convert.forecast.estimate.shutil.disk_usage", nearly_full)
     with pytest.raises(PlanRefused, match="5,000 are free"):
         press(source.folder, tmp_path / "out", "kimi")
 

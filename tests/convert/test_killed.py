@@ -26,7 +26,7 @@ import json, os, random, signal, sys, time
 os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as the command line does
 from pathlib import Path
 import torch
-import moepress.convert.layers, transformers.models.deepseek_v3.modeling_deepseek_v3
+import moepress.convert.calibrated.layers, transformers.models.deepseek_v3.modeling_deepseek_v3
 from moepress.convert.run import convert
 from tests.pressing import recipe_for
 

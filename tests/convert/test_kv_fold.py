@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from moepress.convert.kv_fold import AttentionShape, Fold, layer_folds, straddled, uniform
-from moepress.convert.kv_press import fold_part, fold_rows
+from moepress.convert.kv.fold import AttentionShape, Fold, layer_folds, straddled, uniform
+from moepress.convert.kv.stored_folds import fold_part, fold_rows
 from moepress.errors import QuantizeError
 from moepress.formats.checkpoint import TensorRef
 from moepress.formats.storage import StoredWeight

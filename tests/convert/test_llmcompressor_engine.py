@@ -10,9 +10,9 @@ import torch
 
 from moepress.calibration.text import CalibrationSet, token_digest
 from moepress.convert.journal import Journal
-from moepress.convert.llmcompressor_engine import LlmCompressorEngine, check_engine, engine_need
+from moepress.convert.llmcompressor.engine import LlmCompressorEngine, check_engine, engine_need
 from moepress.convert.plan import make_plan
-from moepress.convert.run import Silent
+from moepress.convert.watcher import Silent
 from moepress.errors import ConvertError, PlanRefused
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.verify.run import verify

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moepress.convert.machines import MACHINES, paper_time
+from moepress.convert.forecast.machines import MACHINES, paper_time
 from moepress.errors import PlanRefused
 from moepress.recipe import load_recipe
 

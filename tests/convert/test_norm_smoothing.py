@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moepress.convert.norm_smoothing import scales_between
+from moepress.convert.calibrated.norm_smoothing import scales_between
 from moepress.convert.plan import make_plan, pressed_specs
 from moepress.convert.run import convert
 from moepress.errors import RecipeError

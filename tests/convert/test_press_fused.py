@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from moepress.convert import press_chain
 from moepress.convert.decide import Decision
-from moepress.convert.pieces import Piece, Pressed, Scratch
+from moepress.convert.press import chain as press_chain
 from moepress.convert.press import press
-from moepress.convert.press_fused import fused_bf16, fused_int4
+from moepress.convert.press.fused import fused_bf16, fused_int4
+from moepress.convert.press.pieces import Piece, Pressed, Scratch
 from moepress.errors import FormatError, MoepressError, QuantizeError
 from moepress.formats.families import Component, Identity
 from moepress.formats.fp8 import encode_fp8_block

@@ -17,8 +17,8 @@ import torch
 import xxhash
 
 from moepress.convert.decide import FP8_KINDS
-from moepress.convert.kv_press import fold_part, fold_rows
-from moepress.convert.pieces import NAN_HINT, Bytes, Piece, Pressed, Scratch, as_bytes, matrix_shape
+from moepress.convert.kv.stored_folds import fold_part, fold_rows
+from moepress.convert.press.pieces import NAN_HINT, Bytes, Piece, Pressed, Scratch, as_bytes, matrix_shape
 from moepress.errors import FormatError, QuantizeError
 from moepress.formats.fp8 import check_scale, decode_band, decode_e8m0, decode_fp8
 from moepress.formats.int4 import pack_int4

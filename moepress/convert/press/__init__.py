@@ -1,8 +1,8 @@
 """One piece of one weight, from source bytes to output bytes: kept, widened to BF16, or quantized.
 
     kept                          bytes as they are, looked at on the way                                   (here)
-    FP8 or BF16 → INT4, FP8 → BF16     one compiled pass, numpy and no torch                  (`press_fused`)
-    anything else                 decode, quantize, pack, one after the other, in tensors     (`press_chain`)
+    FP8 or BF16 → INT4, FP8 → BF16     one compiled pass, numpy and no torch                  (`press.fused`)
+    anything else                 decode, quantize, pack, one after the other, in tensors     (`press.chain`)
 
 The last two give the same bytes where both can. A conversion of an FP8 checkpoint that is rounded to nearest never
 imports torch, whose start takes longer than pressing a gigabyte.
@@ -14,9 +14,9 @@ import numpy as np
 import xxhash
 
 from moepress.convert.decide import FP8_KINDS
-from moepress.convert.pieces import NAN_HINT, Piece, Pressed, Scratch, as_bytes
-from moepress.convert.press_fused import fused_bf16, fused_int4
-from moepress.convert.press_kernel import count_fp8_nans
+from moepress.convert.press.fused import fused_bf16, fused_int4
+from moepress.convert.press.kernel import count_fp8_nans
+from moepress.convert.press.pieces import NAN_HINT, Piece, Pressed, Scratch, as_bytes
 from moepress.errors import FormatError
 from moepress.formats.fp8_scale import decode_e8m0_bytes
 from moepress.formats.reader import TensorReader
@@ -36,11 +36,11 @@ def press(piece: Piece, reader: TensorReader, recipe: Recipe, scratch: Scratch) 
     pressed = fused_bf16(piece, reader, scratch) if widen else fused_int4(piece, reader, recipe, scratch)
     if pressed is not None:
         return pressed
-    from moepress.convert import press_chain
+    from moepress.convert.press import chain
 
     if widen:
-        return press_chain.to_bf16(piece, reader, scratch)
-    return press_chain.quantize(piece, reader, recipe, scratch)
+        return chain.to_bf16(piece, reader, scratch)
+    return chain.quantize(piece, reader, recipe, scratch)
 
 
 def _keep(piece: Piece, reader: TensorReader) -> Pressed:
@@ -56,7 +56,7 @@ def _keep(piece: Piece, reader: TensorReader) -> Pressed:
     if stored.scale_encoding == "e8m0" and piece.part == "scale":
         data = as_bytes(decode_e8m0_bytes(data, name=ref.name))
     if piece.decision.fold is not None and piece.part == ("scale" if stored.kind in FP8_KINDS else "weight"):
-        from moepress.convert.press_chain import folded
+        from moepress.convert.press.chain import folded
 
         data = folded(piece, data)
     return Pressed((data,), digest, None)

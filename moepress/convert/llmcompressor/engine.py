@@ -29,13 +29,14 @@ from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.decoder import decoder_classes
 from moepress.calibration.memory import available_memory
 from moepress.calibration.text import CalibrationSet
-from moepress.convert.estimate import check_free
+from moepress.convert.calibrated.layer_shards import LayerShards, packed
+from moepress.convert.forecast.estimate import check_free
 from moepress.convert.journal import Journal, read_json
-from moepress.convert.layer_shards import LayerShards, packed
 from moepress.convert.layout import ShardPlan
-from moepress.convert.llmcompressor_process import DONE, Request
+from moepress.convert.llmcompressor.process import DONE, Request
 from moepress.convert.plan import ConversionPlan
 from moepress.convert.units import METADATA
+from moepress.convert.watcher import Watcher
 from moepress.errors import ConvertError, PlanRefused
 from moepress.formats.atomic import atomic_write_json
 from moepress.formats.checkpoint import Checkpoint
@@ -126,7 +127,7 @@ class LlmCompressorEngine:
         plan: ConversionPlan,
         journal: Journal,
         samples: CalibrationSet,
-        watcher: Any,
+        watcher: Watcher,
         threads: int | None = None,
     ) -> None:
         self.checkpoint, self.plan, self.journal, self.samples = checkpoint, plan, journal, samples
@@ -179,7 +180,7 @@ class LlmCompressorEngine:
         ).write(request)
         self.watcher.unit("llm-compressor: oneshot")
         log = self.journal.state / "llmcompressor.log"
-        command = [sys.executable, "-m", "moepress.convert.llmcompressor_process", str(request)]
+        command = [sys.executable, "-m", "moepress.convert.llmcompressor.process", str(request)]
         with log.open("wb") as said:
             failed = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, check=False).returncode
         if failed or not (self.folder / DONE).exists():

@@ -1,6 +1,6 @@
-"""llm-compressor's `oneshot` with GPTQ on a model's routed experts: a process of its own, started by `llmcompressor_engine`.
+"""llm-compressor's `oneshot` with GPTQ on a model's routed experts: a process of its own, started by `engine`.
 
-    python -m moepress.convert.llmcompressor_process REQUEST.json
+    python -m moepress.convert.llmcompressor.process REQUEST.json
 
 Importing llm-compressor changes how transformers builds and loads models for the rest of the process, so it never shares one
 with anything else. The model is loaded by transformers from a BF16 folder, whole, in BF16. What comes out is one file per

@@ -1,4 +1,4 @@
-"""Folds applied to stored numbers: exponents change, nothing else. The arithmetic of `kv_fold`, in tensors.
+"""Folds applied to stored numbers: exponents change, nothing else. The arithmetic of `fold`, in tensors.
 
     kept BF16, F32    the numbers themselves
     kept FP8          its scales; the codes stay
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from moepress.convert.kv_fold import Fold, Rows
+from moepress.convert.kv.fold import Fold, Rows
 from moepress.errors import QuantizeError
 from moepress.formats.storage import StoredWeight
 

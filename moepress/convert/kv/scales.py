@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moepress.convert.journal import Journal, read_json
-from moepress.convert.kv_fold import Fold, layer_folds
-from moepress.convert.kv_plan import KvPlan, attention_weights
+from moepress.convert.kv.fold import Fold, layer_folds
+from moepress.convert.kv.plan import KvPlan, attention_weights
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan
 from moepress.convert.units import METADATA, make_receipt

@@ -1,9 +1,9 @@
 """A piece in one compiled pass, where one covers it: FP8 or BF16 to INT4 by rounding, FP8 to BF16.
 
-    max    read rows → press_kernel                                        scales and words come out of the same pass
-    mse    read rows → tiles of float32 → scale search → press_kernel      with the scales found
+    max    read rows → kernel                                        scales and words come out of the same pass
+    mse    read rows → tiles of float32 → scale search → kernel      with the scales found
 
-What is not covered gives None and goes through `press_chain`: sources in F16 or F32, columns that are no multiple of 8, FP8
+What is not covered gives None and goes through `chain`: sources in F16 or F32, columns that are no multiple of 8, FP8
 blocks whose scale is zero (every code under it has to be looked at), weights with a KV scale folded in, pieces of nothing
 but zeros or of numbers beyond 10^19. The bytes are the chain's. The module does not import torch.
 """
@@ -18,8 +18,7 @@ import numpy as np
 import xxhash
 
 from moepress.convert.decide import FP8_KINDS
-from moepress.convert.pieces import NAN_HINT, Bytes, Piece, Pressed, Scratch, as_bytes, matrix_shape
-from moepress.convert.press_kernel import (
+from moepress.convert.press.kernel import (
     Bf16Bits,
     Floats,
     Words,
@@ -29,6 +28,7 @@ from moepress.convert.press_kernel import (
     press_fp8_rows,
     widen_bf16_rows,
 )
+from moepress.convert.press.pieces import NAN_HINT, Bytes, Piece, Pressed, Scratch, as_bytes, matrix_shape
 from moepress.errors import FormatError, QuantizeError
 from moepress.formats.fp8_scale import check_scale_values, scale_values
 from moepress.formats.reader import TensorReader

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moepress.convert.calibration_cost import Operations, operations
+from moepress.convert.forecast.calibration_cost import Operations, operations
 from moepress.convert.plan import pressed_specs
 from moepress.errors import PlanRefused
 from moepress.formats.architecture import expected_weights

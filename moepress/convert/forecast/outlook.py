@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from moepress.calibration.memory import available_memory
-from moepress.convert.calibration_cost import CalibrationCost, calibration_cost, timed
-from moepress.convert.estimate import DiskNeed, TimeEstimate, check_disk, disk_need, estimate_time
+from moepress.convert.calibrated.samples import calibration_samples
+from moepress.convert.forecast.calibration_cost import CalibrationCost, calibration_cost, timed
+from moepress.convert.forecast.estimate import DiskNeed, TimeEstimate, check_disk, disk_need, estimate_time
+from moepress.convert.forecast.machines import PaperTime, paper_time
 from moepress.convert.journal import Journal
-from moepress.convert.kv_plan import reads_calibration_text
-from moepress.convert.machines import PaperTime, paper_time
+from moepress.convert.kv.plan import reads_calibration_text
 from moepress.convert.plan import ConversionPlan, check_parallel, make_plan, pressed_specs
-from moepress.convert.run import calibration_samples
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import expected_weights
 from moepress.formats.families import identify_family

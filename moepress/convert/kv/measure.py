@@ -9,8 +9,6 @@ run holds: one layer, a block of its experts, the activations. A calibrated run 
 
 from __future__ import annotations
 
-from typing import Any
-
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.layer_runner import RunSettings, Stream
@@ -18,7 +16,8 @@ from moepress.calibration.mtp import mtp_stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
 from moepress.convert.journal import Journal
-from moepress.convert.kv_scales import KvScales
+from moepress.convert.kv.scales import KvScales
+from moepress.convert.watcher import Watcher
 from moepress.formats.checkpoint import Checkpoint
 
 
@@ -27,7 +26,7 @@ def measure_source(
     kv: KvScales,
     journal: Journal,
     samples: CalibrationSet,
-    watcher: Any,
+    watcher: Watcher,
     *,
     device: str = "cpu",
 ) -> None:
@@ -66,7 +65,7 @@ def measure_source(
         folder.rmdir()
 
 
-def _layer(model: StreamedModel, index: int, stream: Stream, kv: KvScales, watcher: Any) -> None:
+def _layer(model: StreamedModel, index: int, stream: Stream, kv: KvScales, watcher: Watcher) -> None:
     watcher.unit(f"KV scales of layer {index}")
     with model.open_layer(index) as layer:
         kv.measure(layer, stream)

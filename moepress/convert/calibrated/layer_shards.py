@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from moepress.convert.expert_block import PressedBlock
+from moepress.convert.calibrated.expert_block import PressedBlock
 from moepress.convert.journal import Journal
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan
 from moepress.convert.units import METADATA, make_receipt
+from moepress.convert.watcher import Watcher
 from moepress.formats.int4 import pack_int4
 from moepress.formats.writer import ShardWriter
 
@@ -31,7 +32,7 @@ class LayerShards:
         watcher: told about every finished shard.
     """
 
-    def __init__(self, shards: list[ShardPlan], plan: ConversionPlan, journal: Journal, watcher: Any) -> None:
+    def __init__(self, shards: list[ShardPlan], plan: ConversionPlan, journal: Journal, watcher: Watcher) -> None:
         self._queue = list(shards)
         self._plan, self._journal, self._watcher = plan, journal, watcher
         self._writer: ShardWriter | None = None

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moepress.calibration.memory import MemoryNeed, memory_need
-from moepress.convert.kv_plan import emission_for
+from moepress.convert.kv.plan import emission_for
 from moepress.formats.architecture import expected_weights
 from moepress.formats.families import Component, Family, expert_count, identify_family, text_config
 from moepress.formats.runtime_contract import contract_for

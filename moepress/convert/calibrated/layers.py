@@ -34,16 +34,17 @@ from moepress.calibration.statistics import PooledMoments, pooled_moments
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
 from moepress.calibration.weights import WeightSource
-from moepress.convert.calibration_cost import block_bytes, inner_size
+from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
+from moepress.convert.calibrated.layer_shards import LayerShards, matrices, packed
+from moepress.convert.calibrated.norm_smoothing import find_norm_scales, rescaled_weights, scales_between
 from moepress.convert.decide import EXPERTS_NORM
 from moepress.convert.executor import Executor
-from moepress.convert.expert_block import LayerInputs, PressedBlock
+from moepress.convert.forecast.calibration_cost import block_bytes, inner_size
 from moepress.convert.journal import Journal
-from moepress.convert.kv_scales import KvScales
-from moepress.convert.layer_shards import LayerShards, matrices, packed
+from moepress.convert.kv.scales import KvScales
 from moepress.convert.layout import ShardPlan
-from moepress.convert.norm_smoothing import find_norm_scales, rescaled_weights, scales_between
 from moepress.convert.plan import ConversionPlan
+from moepress.convert.watcher import Watcher
 from moepress.errors import QuantizeError
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import expert_count, text_config
@@ -73,7 +74,7 @@ class CalibratedLayers:
         journal: Journal,
         samples: CalibrationSet,
         executor: Executor,
-        watcher: Any,
+        watcher: Watcher,
         kv: KvScales | None = None,
         *,
         device: str = "cpu",

@@ -89,8 +89,8 @@ def estimate_time(plan: ConversionPlan, out: Path, *, threads: int | None = None
     Args:
         budget: seconds to spend.
     """
-    from moepress.convert.pieces import cut
     from moepress.convert.press import press
+    from moepress.convert.press.pieces import cut
     from moepress.convert.units import Pool
     from moepress.formats.checkpoint import open_checkpoint
     from moepress.formats.reader import TensorReader

@@ -3,7 +3,7 @@
     stored row ── decode ──► values [C] ── per group: max|w| → s ──► codes, error sums ── nibbles ──► int32 words
                                     one row of float32 (28 KB for 7,168 columns): it never leaves the nearest caches
 
-It is `press_chain` for one row after the other: `formats.fp8` → `quantize.rtn` → `formats.int4`, and a test holds it to
+It is `chain` for one row after the other: `formats.fp8` → `quantize.rtn` → `formats.int4`, and a test holds it to
 that chain bit for bit. The chain works in tiles that travel through the second-level cache three times, with a byte a
 code; this pass takes a third to a half of its time. The formulas stand here a second time because a compiled kernel
 must be whole in its own file (`quantize.compiled`), and because formats and quantize do not know each other.

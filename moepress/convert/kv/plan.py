@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moepress.convert.decide import Decision
-from moepress.convert.kv_fold import AttentionShape, layer_folds, straddled
+from moepress.convert.kv.fold import AttentionShape, layer_folds, straddled
 from moepress.convert.layout import OutputTensor
 from moepress.errors import PlanRefused
 from moepress.formats.families import Family, text_config

@@ -1,0 +1,26 @@
+"""What somebody who looks at a conversion is told, by whoever does the work; and a watcher for when nobody looks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from moepress.convert.plan import ConversionPlan
+
+
+class Watcher(Protocol):
+    """Told how far a conversion is. All calls come from the thread that runs the conversion."""
+
+    def begin(self, plan: ConversionPlan, bytes_done: int) -> None: ...
+    def unit(self, label: str) -> None: ...
+    def advance(self, source_bytes: int) -> None: ...
+    def unit_done(self, receipt: dict[str, Any]) -> None: ...
+
+
+class Silent:
+    """Watches nothing."""
+
+    def begin(self, plan: ConversionPlan, bytes_done: int) -> None: ...
+    def unit(self, label: str) -> None: ...
+    def advance(self, source_bytes: int) -> None: ...
+    def unit_done(self, receipt: dict[str, Any]) -> None: ...
