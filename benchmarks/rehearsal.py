@@ -186,10 +186,10 @@ def step_verify(source: Path, out: Path, _: str) -> dict[str, Any]:
     from moepress.formats.checkpoint import open_checkpoint
     from moepress.formats.families import classify, identify_family
     from moepress.formats.storage import resolve_storage
+    from moepress.verify.census import check_census, check_uniform_experts
     from moepress.verify.configuration import check_configuration
     from moepress.verify.files import read_output
     from moepress.verify.findings import Findings
-    from moepress.verify.run import _check_census, _check_uniform_experts
 
     findings = Findings()
     output = read_output(out, findings)
@@ -200,8 +200,8 @@ def step_verify(source: Path, out: Path, _: str) -> dict[str, Any]:
         classify(family, output.config, name)
     checkpoint = open_checkpoint(source)
     check_configuration(output, checkpoint, family, findings)
-    _check_census(output, findings)
-    _check_uniform_experts(output, family, findings)
+    check_census(output, findings)
+    check_uniform_experts(output, family, findings)
     storage = resolve_storage(checkpoint)
     problems = list(findings.sentences())
     if problems:

@@ -18,6 +18,10 @@ from moepress.verify.findings import Findings
 INDEX = "model.safetensors.index.json"
 REPORT = "moepress_report.json"
 STATE = ".moepress"
+PACKED = ("weight_packed", "weight_scale", "weight_shape")
+"""What compressed-tensors stores of an INT4 weight."""
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+"""What FP8 scales are called: by block-FP8 publishers, and by compressed-tensors."""
 
 
 @dataclass(frozen=True)

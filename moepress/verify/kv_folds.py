@@ -17,11 +17,10 @@ import torch
 
 from moepress.formats.checkpoint import TensorRef
 from moepress.formats.storage import StoredWeight
-from moepress.verify.files import OutputFiles
+from moepress.verify.files import SCALE_NAMES, OutputFiles
 from moepress.verify.findings import Findings
 
 Bands = tuple[tuple[int, int], ...]
-SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
 
 def recorded_folds(report: Mapping[str, Any]) -> dict[str, Bands]:

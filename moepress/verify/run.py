@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moepress.errors import CheckpointError
-from moepress.formats.architecture import expected_weights
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
-from moepress.formats.families import Component, Family, classify, identify_family
+from moepress.formats.families import classify, identify_family
 from moepress.formats.storage import resolve_storage
+from moepress.verify.census import check_census, check_uniform_experts
 from moepress.verify.configuration import check_configuration
 from moepress.verify.files import OutputFiles, check_checksums, check_side_files, read_output
 from moepress.verify.findings import Findings
 from moepress.verify.kv import check_kv
 from moepress.verify.kv_pair import compare_kv
-from moepress.verify.tensors import PACKED, SCALE_NAMES, WeightCheck
+from moepress.verify.tensors import WeightCheck
 
 
 class Watcher(Protocol):
@@ -116,8 +116,8 @@ def _check(
         check_configuration(output, source, family, findings)
         checked.append("config.json: compressed-tensors reads every linear module as it is stored")
         checked += check_kv(output, family, findings)
-        _check_census(output, findings)
-        _check_uniform_experts(output, family, findings)
+        check_census(output, findings)
+        check_uniform_experts(output, family, findings)
         if source is None or source.folder is None:
             return checked
         check_side_files(output, source.folder, source.side_files, findings)
@@ -138,40 +138,3 @@ def _check(
             f"{len(storage) - packed:,} kept weights equal the source; {packed:,} quantized ones are as close as their receipts say"
         )
     return checked
-
-
-def _check_census(output: OutputFiles, findings: Findings) -> None:
-    """Every weight that config.json announces is there, whole: servers fill what is missing with random numbers."""
-    tensors = output.tensors
-    missing = []
-    for spec in expected_weights(output.config):
-        module = spec.name.removesuffix(".weight")
-        packed = [f"{module}.{part}" for part in PACKED]
-        if packed[0] in tensors or packed[2] in tensors:  # FP8 too has a weight_scale
-            missing += [part for part in packed if part not in tensors]
-        elif spec.name not in tensors:
-            missing += [spec.name] if spec.copy_of is None else []
-        elif tensors[spec.name][1].startswith("F8") and not any(f"{module}.{end}" in tensors for end in SCALE_NAMES):
-            missing.append(f"{module}.{SCALE_NAMES[0]}")
-    for name in missing[:5]:
-        findings.problem(name, "config.json announces it, no shard holds it")
-    if len(missing) > 5:
-        findings.problem("config.json", f"announces {len(missing):,} tensors that no shard holds")
-
-
-def _check_uniform_experts(output: OutputFiles, family: Family, findings: Findings) -> None:
-    """All experts of a layer are stored alike and all are there: servers look at expert 0 alone."""
-    layers: dict[int | None, dict[str, set[int]]] = {}
-    for name in output.tensors:
-        identity = classify(family, output.config, name)
-        if identity.component is Component.ROUTED_EXPERT and identity.expert is not None:
-            kind = f"{identity.projection}.{name.rpartition('.')[2]}"
-            layers.setdefault(identity.layer, {}).setdefault(kind, set()).add(identity.expert)
-    for layer, kinds in layers.items():
-        everyone = set().union(*kinds.values())
-        for kind, experts in sorted(kinds.items()):
-            if experts != everyone:
-                missing = sorted(everyone - experts)
-                findings.problem(
-                    f"layer {layer}", f"{len(missing)} of {len(everyone)} experts have no {kind}, first {missing[0]}"
-                )

@@ -23,13 +23,11 @@ from safetensors import safe_open
 from moepress.formats.checkpoint import Checkpoint, TensorRef
 from moepress.formats.families import Component, Family, classify
 from moepress.formats.storage import StoredWeight
-from moepress.verify.files import OutputFiles
+from moepress.verify.files import PACKED, SCALE_NAMES, OutputFiles
 from moepress.verify.findings import Findings
 from moepress.verify.kv_folds import FoldedWeights, recorded_folds
 from moepress.verify.norm_factors import NormFactors
 
-PACKED = ("weight_packed", "weight_scale", "weight_shape")
-SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 FACTOR_TOLERANCE = 0.2
 """How far a fitted pair of AWQ factors may be from cancelling: they are fitted to rounded rows and columns."""
 
