@@ -42,6 +42,7 @@ FIRST_READ_BYTES = 1 << 16
 _METADATA = "__metadata__"
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DOWNLOAD_AGAIN = "the file was cut off while it was copied: download this shard again"
 
 _nbytes = lru_cache(maxsize=4096)(nbytes)  # a shard has thousands of tensors and a dozen shapes
@@ -169,6 +170,9 @@ def _entry(name: str, info: Any, data_start: int) -> TensorEntry:
 def _metadata(value: Any) -> dict[str, str]:
     if type(value) is not dict or not all(type(text) is str for text in value.values()):
         raise FormatError("__metadata__ is not an object of strings")
+    for text in (*value, *value.values()):
+        if surrogate := _SURROGATE.search(text):
+            raise FormatError(f"__metadata__ has half a character ({surrogate[0]!r}), which other readers refuse")
     return value
 
 
