@@ -87,10 +87,11 @@ class Awq(Section):
 class Weights(Section):
     """How the routed experts' matrices become integers."""
 
-    algorithm: Literal["rtn", "gptq", "awq", "awq+gptq"] = Field(
+    algorithm: Literal["rtn", "gptq", "awq", "awq+gptq", "keep"] = Field(
         "rtn",
         description="rtn: round to nearest, needs no calibration; gptq: each column makes up for the errors before it; "
-        "awq: up and down of each expert rescaled before rounding; awq+gptq: both",
+        "awq: up and down of each expert rescaled before rounding; awq+gptq: both; keep: experts stay as in the source, "
+        "and KV scales alone are folded into the weights (for a prefill server)",
     )
     num_bits: Literal[4] = Field(4, description="bits per weight")
     group_size: Literal[32, 64, 128, -1] = Field(
@@ -301,10 +302,28 @@ class Recipe(Section):
     gates: Gates = Gates()  # type: ignore[call-arg]
     evaluation: Evaluation = Evaluation()  # type: ignore[call-arg]
 
+    @model_validator(mode="after")
+    def _kept_whole(self) -> Recipe:
+        if not self.keeps_experts:
+            return self
+        widened = [f"rest.{part}" for part, wish in self.rest if wish == "bf16"]
+        widened += [f"mtp.{part}" for part, wish in self.mtp if wish == "bf16"]
+        if widened:
+            raise ValueError(
+                "weights.algorithm is keep, so the source's own quantization_config describes the output, and it knows no "
+                f"BF16 here: {', '.join(widened)} must be source"
+            )
+        return self
+
     @property
     def calibrated(self) -> bool:
         """The algorithm needs calibration text."""
-        return self.weights.algorithm != "rtn"
+        return self.weights.algorithm not in ("rtn", "keep")
+
+    @property
+    def keeps_experts(self) -> bool:
+        """Nothing is quantized: the output is the source with KV scales folded in, described as the source is."""
+        return self.weights.algorithm == "keep"
 
     @property
     def smooths_norms(self) -> bool:

@@ -15,6 +15,14 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe; may be repeated."),
 ]
+SameKvAs = Annotated[
+    str | None,
+    typer.Option(
+        "--same-kv-as",
+        metavar="OTHER",
+        help="Take the KV scales of another output, the other side of a prefill/decode pair; measures none.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Data on stdout as JSON, talk on stderr.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Pressing threads (default: all processors). Changes no byte.")

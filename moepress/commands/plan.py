@@ -12,6 +12,7 @@ from moepress.commands.options import (
     AsJson,
     Overrides,
     RecipeName,
+    SameKvAs,
     Threads,
     TrustRemoteCode,
     print_json,
@@ -31,6 +32,7 @@ def plan(
         Path | None, typer.Argument(metavar="[OUT]", help="Output folder to check; nothing is created.")
     ] = None,
     overrides: Overrides = None,
+    same_kv_as: SameKvAs = None,
     gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU.")] = "141GB",
     memory_fraction: Annotated[
         float, typer.Option(min=0.05, max=1, help="Share of it the server may use (SGLang: --mem-fraction-static).")
@@ -63,13 +65,15 @@ def plan(
         threads=threads,
         trust_remote_code=trust_remote_code,
         machines=machines or (),
+        same_kv_as=same_kv_as,
     )
     if as_json:
         print_json(result.as_json())
         return
     show(result)
     if result.plan is not None:
-        next_step(f"moepress convert {source} {out or 'OUT'} --recipe {recipe_words(recipe, overrides)}")
+        words = recipe_words(recipe, overrides) + (f" --same-kv-as {same_kv_as}" if same_kv_as else "")
+        next_step(f"moepress convert {source} {out or 'OUT'} --recipe {words}")
 
 
 def show(result: Outlook) -> None:

@@ -82,6 +82,8 @@ def show_recipes(known: list[Recipe]) -> None:
     for recipe in known:
         weights = recipe.weights
         experts = f"INT{weights.num_bits} g{weights.group_size} {weights.algorithm}"
+        if recipe.keeps_experts:
+            experts = "as in the source"
         rows.add_row(recipe.name, ", ".join(recipe.families), experts, recipe.description)
     stdout.print(rows)
     next_step("moepress recipes show NAME")

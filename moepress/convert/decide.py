@@ -75,7 +75,8 @@ def decide(
         main = stored.parts.get("weight") or stored.parts["packed"]
         action, reason = rule(stored.kind, main.dtype, stored.shape, identities[name], recipe)
         decisions[name] = Decision(stored, identities[name], action, reason)
-    _refuse_nothing_to_do(checkpoint, decisions)
+    if not recipe.keeps_experts:  # then KV scales have to be folded, which the plan knows
+        _refuse_nothing_to_do(checkpoint, decisions)
     if recipe.smooths_norms:
         layers = {d.identity.layer for d in decisions.values() if d.action == "quantize"}
         for name, d in decisions.items():
@@ -138,6 +139,8 @@ def rescaling_rule(name: str, kind: str, shape: tuple[int, ...], identity: Ident
 
 
 def _expert_rule(kind: str, identity: Identity, recipe: Recipe) -> tuple[Action, str]:
+    if recipe.keeps_experts:
+        return "keep", "weights.algorithm: keep"
     if not identity.is_mtp or recipe.mtp.experts == "quantize":
         return "quantize", f"routed expert: INT{recipe.weights.num_bits}"
     if recipe.mtp.experts == "bf16" and kind in FP8_KINDS:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from moepress.convert.decide import FP8_KINDS, Decision
 from moepress.convert.kv.plan import emission_for
+from moepress.convert.kv.taken import TakenScales
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.families import Component, Family, text_config
 from moepress.formats.quantization_config import (
@@ -31,28 +32,35 @@ ALL_BF16 = "--set rest.attention=bf16 (and rest.shared_experts, rest.dense_mlp, 
 
 @dataclass(frozen=True)
 class Description:
-    """The layout's name, how it names the scale of a kept FP8 weight, and the config.
+    """The layout's name, how it names the scale of a kept FP8 weight (None: as the source does), and the config.
 
     Layout ``source`` and no config: nothing is quantized here, and the source's own description is carried.
     """
 
     layout: Layout | Literal["source"]
-    fp8_scale_suffix: str
+    fp8_scale_suffix: str | None
     quantization_config: dict[str, Any] | None
 
 
-def describe(config: dict[str, Any], family: Family, recipe: Recipe, decisions: dict[str, Decision]) -> Description:
+def describe(
+    config: dict[str, Any],
+    family: Family,
+    recipe: Recipe,
+    decisions: dict[str, Decision],
+    taken: TakenScales | None = None,
+) -> Description:
     """The first layout that the server takes and that says what the files will hold.
 
     Args:
         config: the source's config.json.
+        taken: KV scales of another output.
 
     Raises:
         PlanRefused: the recipe's layout, or every layout, cannot describe this output; with the reason for each.
     """
     contract = contract_for(recipe.serving.server, recipe.serving.version, family.key)
     if not any(decision.action == "quantize" for decision in decisions.values()):
-        return Description("source", "weight_scale_inv", None)
+        return Description("source", None, None)
     reasons = []
     for layout in _candidates(contract, recipe, decisions):
         support = contract.layout(layout)
@@ -62,7 +70,7 @@ def describe(config: dict[str, Any], family: Family, recipe: Recipe, decisions: 
             )
             continue
         try:
-            built = _build(config, family, recipe, decisions, layout, contract)
+            built = _build(config, family, recipe, decisions, layout, contract, taken)
         except CheckpointError as error:
             reasons.append(f"{layout}: {error.what}")
             continue
@@ -100,6 +108,7 @@ def _build(
     decisions: dict[str, Decision],
     layout: Layout,
     contract: Contract,
+    taken: TakenScales | None,
 ) -> dict[str, Any]:
     stored = stored_modules(decisions)
     layers = int(text_config(family, config)["num_hidden_layers"])
@@ -112,7 +121,7 @@ def _build(
             num_layers=layers,
         ),
         linears=_linears(config, decisions) if layout != "bf16_rest" else None,
-        kv_cache_scales=emission_for(recipe, contract)[0] == "checkpoint",
+        kv_cache_scales=emission_for(recipe, contract, taken)[0] == "checkpoint",
     )
     check_quantization_config(built, stored, num_layers=layers, built_dense=contract.built_dense)
     return built

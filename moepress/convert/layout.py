@@ -77,12 +77,12 @@ class ShardPlan:
         return (*(tensor for weight in self.weights for tensor in weight.outputs), *self.added)
 
 
-def plan_outputs(decision: Decision, recipe: Recipe, *, fp8_scale_suffix: str) -> WeightPlan:
+def plan_outputs(decision: Decision, recipe: Recipe, *, fp8_scale_suffix: str | None) -> WeightPlan:
     """The tensors one weight becomes.
 
     Args:
         fp8_scale_suffix: how the target layout names the scale of a kept FP8 weight
-            (``weight_scale_inv`` or ``weight_scale``).
+            (``weight_scale_inv`` or ``weight_scale``); None: as the source does.
     """
     stored, action = decision.stored, decision.action
     if action == "quantize":
@@ -94,7 +94,7 @@ def plan_outputs(decision: Decision, recipe: Recipe, *, fp8_scale_suffix: str) -
         return WeightPlan(stored.name, action, (OutputTensor(stored.name, dtype, stored.shape),))
     if stored.kind in FP8_KINDS:
         weight, scale = stored.parts["weight"], stored.parts["scale"]
-        scale_name = f"{_module(stored.name)}.{fp8_scale_suffix}"
+        scale_name = f"{_module(stored.name)}.{fp8_scale_suffix}" if fp8_scale_suffix else scale.name
         scale_dtype = "F32" if stored.scale_encoding == "e8m0" else scale.dtype
         scale_shape = (scale.shape[0], 1) if stored.kind == "fp8_channel" and len(scale.shape) == 1 else scale.shape
         first = (

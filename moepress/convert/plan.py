@@ -15,6 +15,7 @@ from moepress.convert.carried import KV_SCALES, check_carried
 from moepress.convert.decide import Decision, decide, rescaling_rule, rule
 from moepress.convert.description import Description, describe
 from moepress.convert.kv.plan import KvPlan, plan_kv
+from moepress.convert.kv.taken import TakenScales
 from moepress.convert.layout import ShardPlan, assign_shards, plan_outputs
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights
@@ -87,11 +88,14 @@ class ConversionPlan:
         }
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe, *, calibration: str | None = None) -> ConversionPlan:
+def make_plan(
+    checkpoint: Checkpoint, recipe: Recipe, *, calibration: str | None = None, taken: TakenScales | None = None
+) -> ConversionPlan:
     """Plans a conversion from headers and configuration; reads no tensor.
 
     Args:
         calibration: SHA-256 of the calibration tokens, where the recipe needs any; part of the resume key.
+        taken: KV scales of another output, in place of measured ones.
 
     Raises:
         CheckpointError, PlanRefused: with the first reason why it cannot work.
@@ -103,9 +107,9 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, *, calibration: str | None
     check_parallel(checkpoint.config, recipe)
     contract = contract_for(recipe.serving.server, recipe.serving.version, family.key)
     check_carried(checkpoint.config, decisions, contract)
-    description = describe(checkpoint.config, family, recipe, decisions)
+    description = describe(checkpoint.config, family, recipe, decisions, taken)
     weights = [(d, plan_outputs(d, recipe, fp8_scale_suffix=description.fp8_scale_suffix)) for d in decisions.values()]
-    kv = plan_kv(checkpoint.config, family, recipe, contract, decisions)
+    kv = plan_kv(checkpoint.config, family, recipe, contract, decisions, taken)
     shards = assign_shards(weights, shard_size=recipe.output.shard_size, kv_scales=tuple(kv.tensors.values()))
     fingerprint = source_fingerprint(checkpoint)
     return ConversionPlan(

@@ -83,7 +83,7 @@ def _reads_again(plan: ConversionPlan) -> str:
         return (
             f"{plan.recipe.weights.algorithm} runs the layers, again after a stop, and the kept tensors come after them"
         )
-    if plan.kv.layers:
+    if plan.kv.layers and plan.kv.taken is None:
         return "KV scales are measured in a second pass over the layers (--set kv_cache.scales=none leaves them out)"
     return ""
 

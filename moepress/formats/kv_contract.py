@@ -63,6 +63,10 @@ class KvScales:
             return f"scales in the files {harm} ({self.evidence})"
         return None
 
+    def reads(self, suffix: str) -> bool:
+        """Whether a scale of this name, after ``….self_attn.``, moves what the cache holds; where nobody knows, yes."""
+        return self.effect == "not verified" or (self.effect != "inert" and suffix in self.names)
+
     def problem(self, name: str, value: float) -> str | None:
         """What is wrong with a scale that stands in an output's files; None when the server uses it as it is meant.
 

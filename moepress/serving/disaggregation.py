@@ -17,12 +17,13 @@ on the way, and the name of the dtype differs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from moepress.errors import PlanRefused
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.runtime_contract import Contract
-from moepress.verify.kv_agreement import kv_scale_differences
+from moepress.formats.same_model import config_differences
+from moepress.verify.kv_pair import kv_differences
 
 KvDtypeName = Literal["bfloat16", "fp8_e4m3"]
 """SGLang's own names. ``bf16`` means the same to a server, and not to the comparison of two."""
@@ -34,8 +35,9 @@ _NAMES: Mapping[str, KvDtypeName] = {
     "fp8_e4m3": "fp8_e4m3",
 }
 COMPARED_AT = "read in disaggregation/common/conn.py:1320-1335"
-_NOT_THE_MODEL = ("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 _SHOWN = 5
+ROWS = 64
+"""Rows of each weight before the cache that are read before a launch: a folded scale is the same in all."""
 
 
 def kv_dtype_name(word: str, *, where: str = "--kv-dtype") -> KvDtypeName:
@@ -74,32 +76,23 @@ def check_pair(prefill: Checkpoint, decode: Checkpoint, contract: Contract) -> N
     Raises:
         PlanRefused: with everything that differs.
     """
-    problems = _config_differences(prefill.config, decode.config)
-    scales = kv_scale_differences(prefill, decode, contract.kv_scales)
-    if scales:
-        more = f" … and {len(scales) - _SHOWN:,} more" if len(scales) > _SHOWN else ""
+    problems = config_differences(prefill.config, decode.config)
+    # two models are told apart already, and their weights would say nothing about scales
+    differing = [] if problems else kv_differences(prefill, decode, contract.kv_scales, rows=ROWS)
+    if differing:
+        more = f" … and {len(differing) - _SHOWN:,} more" if len(differing) > _SHOWN else ""
         problems.append(
-            f"{len(scales):,} KV scales differ, so cached values would be read at the wrong size: "
-            f"{'; '.join(scales[:_SHOWN])}{more}"
+            f"{len(differing):,} KV scales differ, so cached values would be read at the wrong size: "
+            f"{'; '.join(map(str, differing[:_SHOWN]))}{more}"
         )
     if problems:
-        hint = (
-            "both must come from one source; for scales: convert both with the same calibration and kv_cache settings"
-        )
+        hint = "both must come from one source"
+        if differing:
+            hint = (
+                f"moepress convert SRC PREFILL --recipe prefill --same-kv-as {decode.location}, and prefill with that"
+            )
         raise PlanRefused(
             f"{prefill.location} cannot prefill for {decode.location}:\n  " + "\n  ".join(problems),
             where="--prefill, --decode",
-            hint=hint + ", or decode from a conversion with --set kv_cache.scales=none" if scales else hint,
+            hint=hint,
         )
-
-
-def _config_differences(first: Mapping[str, Any], second: Mapping[str, Any], path: str = "") -> list[str]:
-    """Fields in which two configurations of one model differ, how they are quantized aside."""
-    found = []
-    for key in sorted({*first, *second} - {*_NOT_THE_MODEL}):
-        one, other = first.get(key), second.get(key)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found += _config_differences(one, other, f"{path}{key}.")
-        elif one != other:
-            found.append(f"config.json: {path}{key} is {one!r} and {other!r}")
-    return found

@@ -21,20 +21,23 @@ def check_configuration(output: OutputFiles, source: Checkpoint | None, family: 
     """Schema, targets and ignore lines, leftovers of the source's quantization, and everything else unchanged."""
     text = text_config(family, output.config)
     quantization = output.config.get("quantization_config") or text.get("quantization_config")
+    # where nothing was quantized, weights keep the description their publishers gave them, where they gave it, whatever
+    # this matcher makes of it; a source in BF16 has none
+    carried = output.report.get("layout") == "source"
+    _check_mtp(output, family, findings)
+    if source is not None:
+        if _without_quantization(output.config, family) != _without_quantization(source.config, family):
+            findings.problem("config.json", f"differs from the source's in {_differing(output.config, source.config)}")
+        if carried and quantization != _described(source.config, family):
+            findings.problem("config.json", "weights are stored as in the source, the quantization_config is another")
+    if not carried and text is not output.config and "quantization_config" in text:
+        findings.problem("config.json", "has a second quantization_config in its text part")
+    packed = any(name.endswith(".weight_packed") for name in output.tensors)
+    if carried and not packed:
+        return
     if not isinstance(quantization, dict):
         findings.problem("config.json", "has no quantization_config")
         return
-    # packed experts keep the description their publishers gave them, where they gave it, whatever this matcher makes of it
-    if source is not None:
-        carried = quantization == _described(source.config, family)
-    else:
-        carried = output.report.get("layout") == "source"
-    if not carried and text is not output.config and "quantization_config" in text:
-        findings.problem("config.json", "has a second quantization_config in its text part")
-    if source is not None and _without_quantization(output.config, family) != _without_quantization(
-        source.config, family
-    ):
-        findings.problem("config.json", f"differs from the source's in {_differing(output.config, source.config)}")
     if quantization.get("quant_method") != "compressed-tensors" or quantization.get("format") != "pack-quantized":
         findings.problem(
             "config.json",
@@ -50,7 +53,6 @@ def check_configuration(output: OutputFiles, source: Checkpoint | None, family: 
         return
     if not carried:
         _check_modules(output, schema, quantization, family, findings)
-    _check_mtp(output, family, findings)
 
 
 def _check_modules(

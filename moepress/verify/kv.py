@@ -35,11 +35,8 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": Tru
 
 def check_kv(output: OutputFiles, family: Family, findings: Findings) -> list[str]:
     """Everything about KV scales that the output alone shows. Returns what was checked, in words."""
-    serving = (output.report.get("recipe") or {}).get("serving") or {}
-    try:
-        contract = contract_for(str(serving.get("server")), str(serving.get("version")), family.key)
-    except PlanRefused as error:
-        findings.problem(REPORT, error.what)
+    contract = recorded_contract(output, family, findings)
+    if contract is None:
         return []
     recorded = output.report.get("kv_cache") or {"emission": "none"}
     _check_written(output, recorded, contract, findings)
@@ -52,6 +49,16 @@ def check_kv(output: OutputFiles, family: Family, findings: Findings) -> list[st
     if recorded["emission"] == "checkpoint":
         return [f"KV scales: {len(recorded['tensors'])} tensors, under the names {contract.server} reads"]
     return [f"KV scales: folded in {folded} of {len(recorded['layers'])} layers; the factors cancel around the cache"]
+
+
+def recorded_contract(output: OutputFiles, family: Family, findings: Findings) -> Contract | None:
+    """The contract of the server that the report names; None, and a problem, where there is none."""
+    serving = (output.report.get("recipe") or {}).get("serving") or {}
+    try:
+        return contract_for(str(serving.get("server")), str(serving.get("version")), family.key)
+    except PlanRefused as error:
+        findings.problem(REPORT, error.what)
+        return None
 
 
 def written_scales(output: OutputFiles) -> dict[str, torch.Tensor]:

@@ -17,8 +17,8 @@ from moepress.verify.census import check_census, check_uniform_experts
 from moepress.verify.configuration import check_configuration
 from moepress.verify.files import OutputFiles, check_checksums, check_side_files, read_output
 from moepress.verify.findings import Findings
-from moepress.verify.kv import check_kv
-from moepress.verify.kv_pair import compare_kv
+from moepress.verify.kv import check_kv, recorded_contract
+from moepress.verify.kv_pair import kv_differences
 from moepress.verify.tensors import WeightCheck
 
 
@@ -86,7 +86,7 @@ def verify(
     if output is not None:
         checked += _check(output, checkpoint, findings, threads or os.cpu_count() or 1, watcher)
         if same_kv_as is not None:
-            checked += compare_kv(out, same_kv_as, findings)
+            checked += _compare_kv(output, same_kv_as, findings)
     size = sum((out / shard).stat().st_size for shard in output.shards) if output else 0
     problems = tuple(findings.sentences())
     return Verification(
@@ -114,7 +114,13 @@ def _check(
             findings.problem("config.json", error.what)
             return checked
         check_configuration(output, source, family, findings)
-        checked.append("config.json: compressed-tensors reads every linear module as it is stored")
+        carried = output.report.get("layout") == "source"
+        described = (
+            "the source's own description"
+            if carried
+            else "compressed-tensors reads every linear module as it is stored"
+        )
+        checked.append(f"config.json: {described}")
         checked += check_kv(output, family, findings)
         check_census(output, findings)
         check_uniform_experts(output, family, findings)
@@ -134,7 +140,18 @@ def _check(
         for name in output.tensors:
             if name not in claimed:
                 findings.problem(name, "comes from no weight of the source")
-        checked.append(
-            f"{len(storage) - packed:,} kept weights equal the source; {packed:,} quantized ones are as close as their receipts say"
-        )
+        pressed = f"; {packed:,} quantized ones are as close as their receipts say" if packed else ""
+        checked.append(f"{len(storage) - packed:,} kept weights equal the source, folded KV scales aside{pressed}")
     return checked
+
+
+def _compare_kv(output: OutputFiles, same_kv_as: str | Path, findings: Findings) -> list[str]:
+    """What the other side of a pair caches is what this one caches."""
+    mine = open_checkpoint(output.folder)
+    contract = recorded_contract(output, identify_family(mine.config), findings)
+    if contract is None:
+        return []
+    other = open_checkpoint(same_kv_as)
+    for difference in kv_differences(mine, other, contract.kv_scales, names=(str(output.folder), str(same_kv_as))):
+        findings.problem(difference.where, difference.what)
+    return [f"KV cache: every layer holds what it holds in {same_kv_as}"]

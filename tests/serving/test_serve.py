@@ -21,12 +21,14 @@ from moepress.formats.checkpoint import open_checkpoint
 from moepress.serving.launch import CPU_LAB, ServeOptions
 from moepress.serving.running import running, watch
 from moepress.serving.serve import Deployment, Role, Server, one_server, open_pressed, prefill_and_decode
-from moepress.verify.kv_agreement import kv_scale_differences
+from moepress.verify.kv_pair import kv_differences
 from tests.pressing import press
+from tests.stretched import stretched
 from tests.tiny_checkpoints import TinyCheckpoint
 
 FAMILIES = ("kimi", "glm4", "glm5", "qwen3_moe")
 ROUTER = Server("10.0.0.9", 30000, 0)
+SMALL = ("calibration.samples=2", "calibration.length=32", "kv_cache.samples=2")
 
 
 @pytest.fixture(scope="module")
@@ -123,26 +125,24 @@ def test_another_model_cannot_prefill(pairs: dict[str, tuple[Path, Path]]) -> No
         two((pairs["glm5"][0], pairs["kimi"][1]))
 
 
-def test_folded_kv_scales_on_one_side_alone_are_refused(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    """The source writes K, the pressed model reads K / 4: nobody but us would notice."""
-    source, out = pairs["kimi"]
-    report = json.loads((out / "moepress_report.json").read_text())
-    report["kv_cache"] = {
-        "emission": "folded",
-        "layers": {
-            "0": {"emission": "none", "scale": {"latent": 1.0}},
-            "1": {"emission": "folded", "scale": {"latent": 4.0}},
-        },
-    }
-    folded = tmp_path / "folded"
-    folded.mkdir()
-    for path in out.iterdir():
-        if path.is_file() and path.name != "moepress_report.json":
-            (folded / path.name).symlink_to(path)
-    (folded / "moepress_report.json").write_text(json.dumps(report))
-    with pytest.raises(PlanRefused, match="layer 1, folded latent: 1 in prefill, 4 in decode"):
-        two((source, folded))
-    two((folded, folded))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["kimi", "glm4"])
+def test_a_prefill_artifact_is_taken_where_the_source_is_refused(family: str, tmp_path: Path) -> None:
+    """The source writes what the folded side reads 2^a times as large, and nobody but us would notice."""
+    source = stretched(family, tmp_path / "src", experts=4).folder
+    decode, prefill = tmp_path / "decode", tmp_path / "prefill"
+    press(source, decode, family, "kv_cache.scales=folded", *SMALL)
+    with pytest.raises(PlanRefused, match=r"layer 1: .* is cached × 2\^\d+ by prefill of what decode reads") as refused:
+        two((source, decode))
+    assert f"--recipe prefill --same-kv-as {decode}" in str(refused.value)
+
+    words = ["convert", source, prefill, "--recipe", "prefill", "--same-kv-as", decode]
+    done = CliRunner().invoke(app, [*map(str, words), "--set", "serving.tensor_parallel=1"])
+    assert done.exit_code == 0, done.output
+    assert f"moepress verify {prefill} --source {source} --same-kv-as {decode}" in done.output
+    roles = two((prefill, decode), kv_dtypes=("auto", "auto")).roles
+    assert [value(role, "--kv-cache-dtype") for role in roles[:2]] == ["fp8_e4m3", "fp8_e4m3"]
+    assert value(roles[0], "--model-path") == str(prefill)
 
 
 def test_scale_tensors_count_where_the_server_reads_them(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
@@ -157,10 +157,10 @@ def test_scale_tensors_count_where_the_server_reads_them(pairs: dict[str, tuple[
     save_file(tensors, scaled / "model.safetensors")
     (scaled / "config.json").write_bytes((source / "config.json").read_bytes())
     contract = open_pressed(pairs["kimi"][1]).contract.kv_scales
-    found = kv_scale_differences(open_checkpoint(scaled), open_checkpoint(source), contract)
-    assert found == ["layer 1, k_proj.k_scale: 0.5 in prefill, 1 in decode"]
+    found = kv_differences(open_checkpoint(scaled), open_checkpoint(source), contract)
+    assert list(map(str, found)) == ["layer 1: k_proj.k_scale is 0.5 in prefill and 1 in decode"]
     inert = open_pressed(pairs["glm4"][1]).contract.kv_scales
-    assert kv_scale_differences(open_checkpoint(scaled), open_checkpoint(source), inert) == []
+    assert kv_differences(open_checkpoint(scaled), open_checkpoint(source), inert) == []
 
 
 def test_the_printed_script_is_shell(pairs: dict[str, tuple[Path, Path]]) -> None:

@@ -19,6 +19,7 @@ from moepress.convert.forecast.estimate import DiskNeed, TimeEstimate, check_dis
 from moepress.convert.forecast.machines import PaperTime, paper_time
 from moepress.convert.journal import Journal
 from moepress.convert.kv.plan import reads_calibration_text
+from moepress.convert.kv.taken import take_scales
 from moepress.convert.plan import ConversionPlan, check_parallel, make_plan, pressed_specs
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import expected_weights
@@ -134,6 +135,7 @@ def outlook(
     threads: int | None = None,
     trust_remote_code: bool = False,
     machines: Sequence[str] = (),
+    same_kv_as: str | Path | None = None,
 ) -> Outlook:
     """Everything a conversion would need and give.
 
@@ -144,6 +146,7 @@ def outlook(
         memory_fraction: share of it for weights and KV cache.
         kv_dtype: ``bf16`` or ``fp8``.
         trust_remote_code: as in `convert`.
+        same_kv_as: as in `convert`; needs the checkpoint.
         machines: names of `machines.MACHINES` to estimate the time for, on paper.
 
     Raises:
@@ -154,6 +157,8 @@ def outlook(
     plan, disk, time, checkpoint = None, None, None, None
     path = Path(source)
     if path.is_file():
+        if same_kv_as is not None:
+            raise PlanRefused("KV scales of another output need the checkpoint, not its config.json", where=source)
         config = _config(path)
         check_parallel(config, recipe)
         warnings: tuple[str, ...] = ("sizes from config.json alone; disk and time need the checkpoint",)
@@ -163,12 +168,14 @@ def outlook(
         on_hub = hub_address(source) is not None
         checkpoint = open_source(source, side_files=on_hub)
         config = checkpoint.config
+        taken = take_scales(same_kv_as, checkpoint) if same_kv_as is not None else None
         samples = (
             calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code)
-            if reads_calibration_text(identify_family(config), recipe)
+            if reads_calibration_text(identify_family(config), recipe, taken)
             else None
         )
-        plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
+        calibration = samples.token_sha256 if samples is not None else None
+        plan = make_plan(checkpoint, recipe, calibration=calibration, taken=taken)
         target = out or Path("moepress-output")
         Journal(target, plan).check()
         disk = disk_need(plan, target)

@@ -15,10 +15,9 @@ weights for no gain, so it is not done, and the report says so.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ import numpy as np
 
 from moepress.convert.journal import Journal, read_json
 from moepress.convert.kv.fold import Fold, layer_folds
+from moepress.convert.kv.layer_scales import LayerScales
 from moepress.convert.kv.plan import KvPlan, attention_weights
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan
@@ -45,37 +45,6 @@ WORTH_IT = 0.98
 LARGEST = 448.0
 
 
-@dataclass(frozen=True)
-class LayerScales:
-    """One layer's KV scales and what they were decided by.
-
-    Attributes:
-        layer: index.
-        scale: cached tensor -> s; what is stored is x / s.
-        reason: cached tensor -> why this one.
-        amax: cached tensor -> largest magnitude, float32.
-        clipped_at_one, below_normal_at_one: cached tensor -> share of all values at 1.0.
-        clipped, below_normal: the same at `scale`.
-        attention_error_at_one, attention_error: of the attention block's output, relative.
-    """
-
-    layer: int
-    scale: Mapping[str, float]
-    reason: Mapping[str, str]
-    amax: Mapping[str, float]
-    clipped_at_one: Mapping[str, float]
-    below_normal_at_one: Mapping[str, float]
-    clipped: Mapping[str, float]
-    below_normal: Mapping[str, float]
-    attention_error_at_one: float
-    attention_error: float
-
-    @property
-    def exponents(self) -> dict[str, int]:
-        """Cached tensor -> a, for scales that are 2^a."""
-        return {name: math.frexp(scale)[1] - 1 for name, scale in self.scale.items()}
-
-
 class KvScales:
     """Measures layers that are not measured yet, and knows the scales of those that are.
 
@@ -88,6 +57,9 @@ class KvScales:
         self.plan, self._journal = plan, journal
         self._folder: Path = journal.state / FOLDER
         self.layers: dict[int, LayerScales] = {}
+        if plan.kv.taken is not None:
+            self.layers = dict(plan.kv.taken.layers)
+            return
         for layer in plan.kv.layers:
             path = self._path(layer)
             if path.exists():
@@ -168,11 +140,12 @@ class KvScales:
         for name, fold in self.folds().items():
             index = self.plan.decisions[name].identity.layer
             folds.setdefault(index or 0, {})[name] = fold.as_json()
-        contract = self.plan.recipe.serving
+        contract, taken = self.plan.recipe.serving, self.plan.kv.taken
         return {
             **self.plan.kv.as_json(),
             "dtype": self.plan.recipe.kv_cache.dtype,
-            "headroom": self.plan.recipe.kv_cache.headroom,
+            "headroom": (taken.settings if taken else {}).get("headroom", self.plan.recipe.kv_cache.headroom),
+            **({"taken_from": taken.plan_key} if taken else {}),
             "server": f"{contract.server} {contract.version}",
             "suspicious": suspicious([layer.amax for layer in self.layers.values()]),
             "layers": {
