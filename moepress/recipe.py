@@ -121,10 +121,11 @@ class Calibration(Section):
     length: int = Field(512, ge=16, description="tokens a sample")
     seed: int = Field(0, description="order of documents and choice of windows")
     batch_size: int = Field(8, ge=1, description="samples a forward call; part of the result's last bits")
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="what layers compute in and Hessians multiply in; sums are float32 in both. bfloat16 is for GPUs, where it is "
-        "an order of magnitude quicker",
+    precision: Literal["mixed", "float32", "bfloat16"] = Field(
+        "mixed",
+        description="what layers and Hessians multiply in; sums are float32 in all. mixed: float32, but factors of products "
+        "are rounded to BF16 on processors that have units for it (AMX); bfloat16: activations too, for GPUs, where it is an "
+        "order of magnitude quicker",
     )
     hessian: Literal["blend", "expert", "layer"] = Field(
         "blend",
@@ -271,8 +272,16 @@ class Evaluation(Section):
     min_top1_agreement: float = Field(
         0.9, ge=0, le=1, description="smallest share of tokens where both put the same token first"
     )
+    max_drift_rate: float = Field(
+        0.02,
+        gt=0,
+        description="largest rate at which greedy texts part from the source's, first divergences a token, beyond the rate at "
+        "which the source parts from itself",
+    )
     min_samples: int = Field(100, ge=2, description="prompts that a share needs before it is judged")
-    min_windows: int = Field(16, ge=8, description="windows of text that a domain needs before it is judged")
+    min_windows: int = Field(
+        16, ge=8, description="windows of text that a domain needs, and prompts that drift needs, before it is judged"
+    )
     max_truncated_share: float = Field(
         0.05, ge=0, le=1, description="share of answers that may be cut off at their token limit before a task fails"
     )

@@ -227,10 +227,10 @@ def show(result: Evaluated, settings: Settings) -> None:
     if result.sections.get("fidelity"):
         _show_fidelity(result)
     if result.sections.get("drift"):
-        _show_drift(result.sections["drift"], settings)
+        _show_drift(result, settings)
     if result.sections.get("tool_calls"):
         _show_tool_calls(result.sections["tool_calls"])
-    scores = [row for row in result.rows if row.domain is None]
+    scores = [row for row in result.rows if row.domain is None and row.task != "drift"]
     if scores:
         _show_scores(scores)
     stdout.print()
@@ -296,8 +296,9 @@ def _worst(verdicts: list[Any]) -> str:
     return worst(verdicts)
 
 
-def _show_drift(drift: dict[str, Any], settings: Settings) -> None:
-    stdout.print(f"\n[bold]drift[/bold]: {drift['prompts']} greedy texts of {drift['tokens']} tokens; not judged")
+def _show_drift(result: Evaluated, settings: Settings) -> None:
+    drift = result.sections["drift"]
+    stdout.print(f"\n[bold]drift[/bold]: {drift['prompts']} greedy texts of up to {drift['tokens']} tokens")
     steps = [step for step in (16, 64, 256, 1024) if step <= settings.drift_tokens]
     rows = table("source against", right=("parted", "half by", "same tokens", *(f"whole at {step}" for step in steps)))
     for name, curve in (("itself, again", drift["noise"]), ("pressed", drift["candidate"])):
@@ -310,6 +311,15 @@ def _show_drift(drift: dict[str, Any], settings: Settings) -> None:
                 *(f"{_at(curve, step):.0%}" for step in steps),
             )
     stdout.print(rows)
+    for row in result.rows:
+        if row.task == "drift":
+            span = escape(f"[{row.interval.low:.4f}, {row.interval.high:.4f}]")
+            stdout.print(
+                f"divergence rate {row.candidate:.4f} a token, {row.interval.value:+.4f} {span} against its own, "
+                f"{row.bound:g} allowed {_MARKS[row.verdict]}",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def _at(curve: dict[str, Any], position: int) -> float:
@@ -378,6 +388,8 @@ def _next(result: Evaluated, out: Path, baseline: str) -> str:
     again = f"moepress evaluate {out} --baseline {baseline}"
     if "fidelity" in short:
         return f"{again} --text prose=FILE --windows 64"
+    if "drift" in short:
+        return f"{again} --drift-prompts 128"
     return f"{again} --bfcl bfcl_eval/data" if "tool calls" in short else f"{again} --tasks {','.join(sorted(short))}"
 
 

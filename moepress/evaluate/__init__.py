@@ -35,7 +35,7 @@ Shares are 0 to 1, KL in nats a token, ``interval`` is two-sided at ``bounds.con
     FIGURE  {"value": 0.0121, "unit": "nats/token"}
     ROW     {"task": "gsm8k", "metric": "exact_match",             fidelity: "KL, prose"; "perplexity, prose"; …
              "domain": "prose" | null, "of": "prompts" | "windows" | "documents" | "cases", "samples": 1319,
-             "source": 0.9439 | null, "candidate": 0.9356,         null: the figure compares the two (KL)
+             "source": 0.9439 | null, "candidate": 0.9356,         null: the figure compares the two (KL); drift: the noise
              "recovery": 0.9912 | null,                            candidate / source, for scores
              "difference": -0.0083,                                 candidate − source, or the figure itself
              "interval": [-0.0158, -0.0009], "method": "Tango score interval" | "paired bootstrap over windows",

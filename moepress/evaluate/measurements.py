@@ -96,7 +96,9 @@ class DriftOverLength:
         drift = compare_continuations(
             source[0], candidate[0], source[1], tokens=self.tokens, confidence=bounds.confidence
         )
-        return Findings([], "drift", drift.as_json())
+        if not drift.watched[:, 1].sum():
+            raise NothingToCompare("both models ended every text before its first token")
+        return Findings([rows.drift_row(drift.watched, bounds)], "drift", drift.as_json())
 
 
 @dataclass

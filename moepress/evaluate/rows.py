@@ -4,6 +4,7 @@
     mean           of scores              difference ≥ −max_drop             paired bootstrap over prompts
     perplexity     of a text              rise ≤ max_perplexity_rise         paired bootstrap over windows or documents
     KL, top-1      of next tokens         ≤ max_kl, ≥ min_top1_agreement     bootstrap over windows
+    drift          of greedy texts        excess rate ≤ max_drift_rate       paired bootstrap over prompts
 
 Two things stand above the interval: answers that were cut off, and (KL) probability that the server did not tell.
 """
@@ -25,6 +26,7 @@ from moepress.evaluate.significance import (
     bootstrap_interval,
     judge,
     mcnemar,
+    no_event_limit,
     tango_interval,
 )
 from moepress.recipe import Evaluation
@@ -189,6 +191,35 @@ def domain_rows(domain: str, found: DomainDivergence, bounds: Evaluation) -> lis
             )
         )
     return made
+
+
+def drift_row(watched: NDArray[np.float64], bounds: Evaluation) -> Row:
+    """First divergences a token, beyond the source's own. watched: [prompts, 4], as `drift.Drift` has it; some tokens, > 0."""
+    sums, n = watched.sum(0), len(watched)
+    rates = sums[0] / sums[1], sums[2] / sums[3]
+    if sums[0] or sums[2]:
+        interval = bootstrap_interval(
+            watched, lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], confidence=bounds.confidence, of="prompts"
+        )
+    else:  # resampling nothing gives nothing, and would be sure of it
+        candidate, noise = (
+            no_event_limit(float(tokens), confidence=bounds.confidence) for tokens in (sums[1], sums[3])
+        )
+        interval = Interval(0.0, -noise, candidate, "exact Poisson limit of no event")
+    verdict, why = judge(interval, bounds.max_drift_rate, better="lower", samples=n, needed=bounds.min_windows)
+    return Row(
+        "drift",
+        "divergence rate",
+        "prompts",
+        n,
+        float(rates[1]),
+        float(rates[0]),
+        interval,
+        bounds.max_drift_rate,
+        "lower",
+        verdict,
+        why,
+    )
 
 
 def _dropping(

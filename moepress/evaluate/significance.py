@@ -139,6 +139,11 @@ def bootstrap_interval(
     return Interval(value, float(low), float(high), method)
 
 
+def no_event_limit(watched: float, *, confidence: float) -> float:
+    """Highest rate, per unit watched, at which no event at all still has probability (1 − confidence) / 2 (Poisson)."""
+    return -math.log((1 - confidence) / 2) / watched
+
+
 def judge(
     interval: Interval,
     bound: float,

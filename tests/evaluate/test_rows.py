@@ -54,6 +54,43 @@ def test_answers_that_were_cut_off(cut: tuple[int, int], verdict: str, why: str)
     assert why in row.why
 
 
+def greedy(rate: float, prompts: int, *, tokens: int = 256, noise: float = 0.0, seed: int = 4) -> np.ndarray:
+    """What `Drift.watched` holds of texts that part at a constant rate."""
+    rng = np.random.default_rng(seed)
+    columns: list[np.ndarray] = []
+    for value in (rate, noise):
+        at = rng.geometric(value, prompts) if value else np.full(prompts, tokens + 1)
+        columns += [(at <= tokens).astype(float), np.minimum(at, tokens).astype(float)]
+    return np.stack(columns, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("watched", "verdict"),
+    [
+        (greedy(0.005, 64), "ACCEPT"),
+        (greedy(0.0, 64), "ACCEPT"),
+        (greedy(0.1, 64), "REGRESSION"),
+        (greedy(0.1, 400, noise=0.1), "ACCEPT"),  # parts from itself as fast
+        (greedy(0.12, 64, noise=0.1), "NOT ENOUGH DATA"),
+        (greedy(0.02, 64), "NOT ENOUGH DATA"),
+        (greedy(0.1, 15), "NOT ENOUGH DATA"),
+        (greedy(0.0, 64, tokens=1), "NOT ENOUGH DATA"),  # nothing parted, and hardly anything was watched
+    ],
+)
+def test_drift_is_judged_beyond_the_sources_own(watched: np.ndarray, verdict: str) -> None:
+    row = rows.drift_row(watched, BOUNDS)
+    assert row.verdict == verdict, row.why
+    assert row.interval.low <= row.interval.value <= row.interval.high
+    assert row.as_json()["recovery"] is None
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 1024])
+def test_the_divergence_rate_does_not_depend_on_the_length(tokens: int) -> None:
+    row = rows.drift_row(greedy(0.01, 2000, tokens=tokens), BOUNDS)
+    assert row.candidate == pytest.approx(0.01, rel=0.08)
+    assert row.interval.low < 0.01 < row.interval.high
+
+
 def test_scores_between_right_and_wrong() -> None:
     rng = np.random.default_rng(3)
     source = rng.random(400)
