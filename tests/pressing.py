@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moepress.convert.run import Conversion, convert
-from moepress.convert.watcher import Watcher
+from moepress.convert.watcher import Silent, Watcher
 from moepress.recipe import Recipe, load_recipe
 
 RECIPES = {
@@ -41,15 +41,11 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
     }
 
 
-class StopAfter:
+class StopAfter(Silent):
     """A watcher that dies after so many finished units, as a killed process would: nothing is cleaned up on purpose."""
 
     def __init__(self, units: int) -> None:
         self.left = units
-
-    def begin(self, plan: Any, bytes_done: int) -> None: ...
-    def unit(self, label: str) -> None: ...
-    def advance(self, source_bytes: int) -> None: ...
 
     def unit_done(self, receipt: dict[str, Any]) -> None:
         self.left -= 1

@@ -29,7 +29,7 @@ def gather_shards(
     plan: Any,
     out: Path,
     scratch: Path,
-    started: Callable[[str], None],
+    started: Callable[[ShardPlan], None],
 ) -> Iterator[tuple[ShardPlan, dict[str, Any]]]:
     """Every shard with its receipt, written here.
 
@@ -39,7 +39,7 @@ def gather_shards(
         plan: reference of what their weights become; None = the plan that the workers were started with.
         out: the output folder, here.
         scratch: a folder on the workers' own disks.
-        started: called with a shard's label when a worker is given it.
+        started: called with a shard when a worker is given it.
 
     Raises:
         ConvertError: bytes were lost on the way, several times.
@@ -49,7 +49,7 @@ def gather_shards(
         if len(flying) == len(workers):
             yield _received(workers, *flying.popleft(), plan, out, scratch)
         index = number % len(workers)
-        started(shard.label)
+        started(shard)
         flying.append((shard, index, _ask(workers[index], shard, plan, scratch)))
     while flying:
         yield _received(workers, *flying.popleft(), plan, out, scratch)

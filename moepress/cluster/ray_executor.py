@@ -124,13 +124,13 @@ class RayExecutor:
         self,
         shards: Sequence[ShardPlan],
         plan: ConversionPlan,
-        started: Callable[[str], None],
+        started: Callable[[ShardPlan], None],
         progress: Callable[[int], None],
     ) -> Iterator[tuple[ShardPlan, dict[str, Any]]]:
         other = None if plan is self._plan else ray.put(plan)
 
         def ask(worker: Any, shard: ShardPlan) -> Any:
-            started(shard.label)
+            started(shard)
             return worker.shard.remote(shard.name, other)
 
         if self._gather is not None:

@@ -48,6 +48,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def throughput(rate: float) -> str:
+    """Bytes a second, decimal, as disks are sold: ``1.42 GB/s``, ``3.10 MB/s``."""
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
+
+
 def next_step(command: str) -> None:
     """The command to run next, alone on its line so that it can be copied."""
     stdout.print(f"\nnext: [bold]{command}[/bold]", soft_wrap=True)

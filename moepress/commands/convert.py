@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import duration, next_step, note, size, stderr, stdout, table
+from moepress.commands.console import duration, next_step, size, stderr, stdout, table
+from moepress.commands.convert_view import ConvertView
 from moepress.commands.device import Device, DeviceChoice, device_of_this_process
 from moepress.commands.hub_source import DeleteSource, SourceFolder, Stream, here_or_arriving
 from moepress.commands.kv_table import show_kv
@@ -15,13 +16,13 @@ from moepress.commands.options import (
     AsJson,
     Overrides,
     RecipeName,
+    SameKvAs,
     Source,
     Threads,
     TrustRemoteCode,
     print_json,
-    recipe_words,
+    this_command,
 )
-from moepress.commands.progress import ConvertProgress
 from moepress.commands.workers import (
     Gather,
     RayAddress,
@@ -44,6 +45,7 @@ def convert(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder, or one to resume.")],
     recipe: RecipeName,
     overrides: Overrides = None,
+    same_kv_as: SameKvAs = None,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
     device: Device = DeviceChoice.auto,
@@ -66,19 +68,16 @@ def convert(
     loaded: Recipe = load_recipe(recipe, overrides or ())
     place = place_of_work(workers, ray_address, worker_threads, worker_gpus, gather, wait_for_workers)
     computing = device_of_this_process(device, workers)
-    command = f"moepress convert {source} {out} --recipe {recipe_words(recipe, overrides)}"
-    command += f" --device {device.value}" * (device is not DeviceChoice.auto)
-    command += " --stream" * stream + " --delete-source" * delete_source
-    command += f" --source-dir {source_dir}" if source_dir else ""
     if stream and place is not None:
         raise HubError("workers read the source from files, and --stream has none yet", where="--stream")
+    view = ConvertView(quiet=as_json)
     try:
         with (
             here_or_arriving(source, out, stream=stream, delete=delete_source, folder=source_dir, quiet=as_json) as (
                 here,
                 arrivals,
             ),
-            ConvertProgress(quiet=as_json) as progress,
+            view,
         ):
             result = run_convert(
                 here,
@@ -86,13 +85,15 @@ def convert(
                 loaded,
                 threads=threads,
                 trust_remote_code=trust_remote_code,
-                watcher=progress,
+                watcher=view,
                 place=place,
                 arrivals=arrivals,
                 device=computing,
+                same_kv_as=same_kv_as,
             )
     except KeyboardInterrupt:
-        note(f"stopped; finished shards are kept. To resume:\n  {command}")
+        kept = f"{view.finished} of {view.shards} shards are kept" if view.finished else "no shard was finished yet"
+        stderr.print(f"\nstopped: {kept}. To go on from there:\n  {this_command()}", soft_wrap=True, markup=False)
         raise typer.Exit(130) from None
     broken = broken_limits(result.plan, result.report)
     if as_json:
@@ -106,7 +107,8 @@ def convert(
         )
     else:
         show(result, broken)
-        next_step(f"moepress verify {out}" + ("" if delete_source else f" --source {here}"))
+        checks = ("" if delete_source else f" --source {here}") + (f" --same-kv-as {same_kv_as}" if same_kv_as else "")
+        next_step(f"moepress verify {out}{checks}")
     if broken:
         raise typer.Exit(1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +36,11 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code", help="Run the checkpoint's own Python code for its tokenizer (calibration only)."
     ),
 ]
+
+
+def this_command() -> str:
+    """The command that is running, as it can be pasted again."""
+    return shlex.join(["moepress", *sys.argv[1:]])
 
 
 def recipe_words(recipe: str, overrides: list[str] | None) -> str:

@@ -1,20 +1,16 @@
-"""Progress: one live line on a terminal, a plain line every few seconds anywhere else (a log, a batch job)."""
+"""Progress of one task: a live line on a terminal, a plain line every few seconds anywhere else. (Converting: `convert_view`.)"""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from moepress.commands.console import duration, stderr, warnings
-
-if TYPE_CHECKING:
-    from moepress.convert.plan import ConversionPlan
+from moepress.commands.console import duration, stderr, throughput
 
 LOG_EVERY = 10.0
 """Seconds between progress lines where there is no terminal."""
@@ -79,40 +75,7 @@ class Bar:
             stderr.print(f"{self._label}: {', '.join(part for part in parts if part)}")
 
     def _rate(self, rate: float) -> str:
-        if not self._in_bytes:
-            return ""
-        return f"{rate / 1e9:.2f} GB/s" if rate >= 1e7 else f"{rate / 1e6:.2f} MB/s"
-
-
-class ConvertProgress(Bar):
-    """Watches a conversion (`convert.run.Watcher`)."""
-
-    def begin(self, plan: ConversionPlan, bytes_done: int) -> None:
-        if not self._quiet:
-            warnings(plan.warnings)
-            if plan.recipe.calibrated and plan.recipe.engine == "moepress" and Path(plan.source).is_dir():
-                _tell_calibration_cost(plan)
-        self.start("pressing", plan.source_bytes, bytes_done)
-
-    def unit(self, label: str) -> None:
-        self.label(label)
-
-    def advance(self, source_bytes: int) -> None:
-        self.add(source_bytes)
-
-    def unit_done(self, receipt: dict[str, Any]) -> None:
-        pass
-
-
-def _tell_calibration_cost(plan: ConversionPlan) -> None:
-    from moepress.calibration.memory import available_memory
-    from moepress.convert.forecast.calibration_cost import calibration_cost, timed
-    from moepress.formats.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(plan.source)
-    cost = calibration_cost(checkpoint.config, plan.recipe, available=available_memory())
-    for line in timed(cost, checkpoint, plan).lines():
-        stderr.print(line, soft_wrap=True)
+        return throughput(rate) if self._in_bytes else ""
 
 
 class VerifyProgress(Bar):

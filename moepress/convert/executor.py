@@ -40,14 +40,14 @@ class Executor(Protocol):
         self,
         shards: Sequence[ShardPlan],
         plan: ConversionPlan,
-        started: Callable[[str], None],
+        started: Callable[[ShardPlan], None],
         progress: Callable[[int], None],
     ) -> Iterator[tuple[ShardPlan, dict[str, Any]]]:
         """Presses and writes shards; gives each with its receipt as soon as it is durable, in any order.
 
         Args:
             plan: what the shards' weights become.
-            started: called with a shard's label when work on it begins.
+            started: called with a shard when work on it begins.
             progress: called with source bytes as they are finished.
 
         Raises:
@@ -93,11 +93,11 @@ class InProcess:
         self,
         shards: Sequence[ShardPlan],
         plan: ConversionPlan,
-        started: Callable[[str], None],
+        started: Callable[[ShardPlan], None],
         progress: Callable[[int], None],
     ) -> Iterator[tuple[ShardPlan, dict[str, Any]]]:
         for shard in shards:
-            started(shard.label)
+            started(shard)
             yield shard, run_unit(shard, plan, self._reader, self._out, self._pool, progress)
 
     def dense(self, layer: OpenLayer, stream: Stream) -> RoutedTokens | None:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from moepress.convert.arrivals import Arrivals
 from moepress.convert.calibrated.samples import calibration_samples
+from moepress.convert.course import course_of
 from moepress.convert.executor import Executor, Place, in_process
 from moepress.convert.finish import finish
 from moepress.convert.forecast.estimate import check_disk
 from moepress.convert.journal import Journal
-from moepress.convert.kv.plan import reads_calibration_text
+from moepress.convert.kv.plan import nothing_to_fold, reads_calibration_text
 from moepress.convert.kv.scales import KvScales
+from moepress.convert.kv.taken import take_scales
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan, make_plan
 from moepress.convert.watcher import Silent, Watcher
@@ -54,6 +56,7 @@ def convert(
     place: Place | None = None,
     arrivals: Arrivals | None = None,
     device: str = "cpu",
+    same_kv_as: str | Path | None = None,
 ) -> Conversion:
     """Presses the checkpoint at ``source`` into ``out``.
 
@@ -66,6 +69,7 @@ def convert(
         place: where the work is done, for example by workers of a cluster; this process by default. Changes no byte.
         arrivals: the source is still arriving; then ``source`` is what it is called.
         device: where layers and calibrated experts are computed: ``auto``, ``cpu`` or ``cuda``. Changes codes in a few places.
+        same_kv_as: another output of this model, whose KV scales are taken over instead of measuring any.
 
     Raises:
         CheckpointError, FormatError: the source is incomplete or damaged.
@@ -76,16 +80,18 @@ def convert(
     watcher = watcher or Silent()
     checkpoint = arrivals.checkpoint if arrivals is not None else open_checkpoint(source)
     samples = None
-    if reads_calibration_text(identify_family(checkpoint.config), recipe):
+    taken = take_scales(same_kv_as, checkpoint) if same_kv_as is not None else None
+    if reads_calibration_text(identify_family(checkpoint.config), recipe, taken):
         from moepress.calibration.device import resolve_device
 
         device = resolve_device(device)
         samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code)
-    plan = make_plan(checkpoint, recipe, calibration=samples.token_sha256 if samples is not None else None)
+    calibration = samples.token_sha256 if samples is not None else None
+    plan = make_plan(checkpoint, recipe, calibration=calibration, taken=taken)
     journal = Journal(out, plan)
     journal.check()
-    done = {shard.name for shard in plan.shards if journal.receipt(shard.name)}
-    check_disk(plan, out, finished=done)
+    done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
+    check_disk(plan, out, finished=set(done))
     if recipe.engine == "llmcompressor":
         from moepress.convert.llmcompressor.engine import check_engine
 
@@ -95,8 +101,8 @@ def convert(
         todo = arrivals.begin(plan, todo)
     place = place or partial(in_process, threads=threads or os.cpu_count() or 1)
     with journal.open(), place(checkpoint, plan, out) as executor:
-        watcher.begin(plan, sum(shard_source_bytes(plan, s) for s in plan.shards if s.name in done))
         kv = KvScales(plan, journal) if plan.kv.layers else None
+        watcher.begin(plan, course_of(plan, done, kv.missing if kv is not None else ()))
         run = _Run(checkpoint, plan, journal, samples, executor, watcher, kv, arrivals, device)
         run.press(todo, threads)
         report = finish(checkpoint, plan, journal, kv)
@@ -123,20 +129,30 @@ class _Run:
         Args:
             todo: unfinished shards outside calibrated layers.
         """
-        # with KV scales, kept tensors wait: the weights around the cache are among them
-        waiting = [shard for shard in todo if self.kv is not None and shard.layer is None]
+        planned, waiting = self.plan, []
+        if self.kv is not None and self.kv.missing:
+            # kept tensors wait for KV scales: the weights around the cache are among them
+            waiting = [shard for shard in todo if shard.layer is None]
+        elif self.kv is not None:
+            planned = self._folded(self.kv)
         ready = [shard for shard in todo if shard not in waiting]
         # layers arrive in order, kept tensors are spread over all shards of the source
         if layers_first := self.arrivals is not None and self.plan.recipe.calibrated:
             self.calibrated_layers(threads)
-        self.write(ready, self.plan)
+        self.write(ready, planned)
         if not layers_first:
             self.calibrated_layers(threads)
         if self.samples is not None and self.kv is not None:
             from moepress.convert.kv.measure import measure_source
 
             measure_source(self.checkpoint, self.kv, self.journal, self.samples, self.watcher, device=self.device)
-            self.write(waiting, self.kv.pressed_plan())
+            self.write(waiting, self._folded(self.kv))
+
+    def _folded(self, kv: KvScales) -> ConversionPlan:
+        """The plan with KV scales in it, all of them known."""
+        if self.plan.recipe.keeps_experts and not kv.folds():
+            raise nothing_to_fold("every layer's cache holds its values as well at a scale of 1.0")
+        return kv.pressed_plan()
 
     def calibrated_layers(self, threads: int | None) -> None:
         """The experts' shards, where the recipe calibrates them."""
@@ -163,11 +179,11 @@ class _Run:
     def write(self, shards: list[ShardPlan], as_planned: ConversionPlan) -> None:
         """Shards that need no calibration, and those that hold nothing but KV scales."""
         carried = [shard for shard in shards if not shard.added]
-        for shard, receipt in self.executor.shards(carried, as_planned, self.watcher.unit, self.watcher.advance):
+        for shard, receipt in self.executor.shards(carried, as_planned, self.watcher.shard, self.watcher.advance):
             self._keep(shard, receipt)
         for shard in shards:
             if shard.added and self.kv is not None:
-                self.watcher.unit(shard.label)
+                self.watcher.shard(shard)
                 self._keep(shard, self.kv.write_shard(shard, self.journal.out))
 
     def _keep(self, shard: ShardPlan, receipt: dict[str, Any]) -> None:
@@ -175,8 +191,3 @@ class _Run:
         self.watcher.unit_done(receipt)
         if self.arrivals is not None:
             self.arrivals.finished(shard)
-
-
-def shard_source_bytes(plan: ConversionPlan, shard: ShardPlan) -> int:
-    """Source bytes that go into a shard."""
-    return sum(plan.decisions[weight.name].stored.nbytes for weight in shard.weights)

@@ -11,6 +11,7 @@ from moepress.convert.arrivals import in_order_of_arrival, peak_bytes, shards_ne
 from moepress.convert.plan import make_plan
 from moepress.convert.run import Conversion, convert
 from moepress.convert.streaming import StreamedSource
+from moepress.convert.watcher import Silent as NobodyLooks
 from moepress.errors import HubError, PlanRefused
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.hub.address import Address
@@ -50,15 +51,11 @@ def weights_sent(hub: LocalHub) -> list[str]:
     return [line.path for line in hub.requests("GET /cdn/") if not line.range]
 
 
-class LooksAtTheDisk:
+class LooksAtTheDisk(NobodyLooks):
     """A watcher that counts source bytes on the disk whenever a unit is done."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.most = folder, 0
-
-    def begin(self, plan: Any, bytes_done: int) -> None: ...
-    def unit(self, label: str) -> None: ...
-    def advance(self, source_bytes: int) -> None: ...
 
     def unit_done(self, receipt: dict[str, Any]) -> None:
         self.most = max(self.most, sum(path.stat().st_size for path in self.folder.glob("*.safetensors")))

@@ -139,7 +139,7 @@ class CalibratedLayers:
         return recipe.calibration.error_aware and "gptq" in recipe.weights.algorithm
 
     def _layer(self, model: StreamedModel, index: int, ours: Stream, source: Stream | None) -> None:
-        self.watcher.unit(f"layer {index}")
+        self.watcher.layer(index, "press" if index in self.shards and index not in self.done else "follow")
         with model.open_layer(index) as layer:
             if self.kv is not None and source is not None:
                 self.kv.measure(layer, source)

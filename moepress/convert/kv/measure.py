@@ -66,7 +66,7 @@ def measure_source(
 
 
 def _layer(model: StreamedModel, index: int, stream: Stream, kv: KvScales, watcher: Watcher) -> None:
-    watcher.unit(f"KV scales of layer {index}")
+    watcher.layer(index, "measure")
     with model.open_layer(index) as layer:
         kv.measure(layer, stream)
         if not kv.missing:

@@ -152,7 +152,7 @@ class LlmCompressorEngine:
         about = read_json(self.folder / DONE)
         with CheckpointWeights(self.checkpoint) as weights:
             for layer, shards in layers.items():
-                self.watcher.unit(f"layer {layer}")
+                self.watcher.step(f"layer {layer}: codes into shards")
                 self._write_layer(layer, shards, weights, about)
         shutil.rmtree(self.folder)
 
@@ -161,7 +161,7 @@ class LlmCompressorEngine:
         self.folder.mkdir(parents=True)
         model = Path(self.plan.source)
         if not _is_bf16(self.plan):
-            self.watcher.unit("decoding to BF16 for llm-compressor")
+            self.watcher.step("decoding to BF16 for llm-compressor")
             model = self.folder / "bf16"
             write_bf16(self.checkpoint, self.plan, model)
         np.save(self.folder / "tokens.npy", self.samples.token_ids.numpy())
@@ -178,7 +178,7 @@ class LlmCompressorEngine:
             batch_size=recipe.calibration.batch_size,
             threads=self.threads,
         ).write(request)
-        self.watcher.unit("llm-compressor: oneshot")
+        self.watcher.step("llm-compressor: oneshot")
         log = self.journal.state / "llmcompressor.log"
         command = [sys.executable, "-m", "moepress.convert.llmcompressor.process", str(request)]
         with log.open("wb") as said:
