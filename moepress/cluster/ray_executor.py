@@ -56,6 +56,10 @@ START_SECONDS = 300.0
 """Until every worker has imported torch and looked at the files; on a busy disk that takes a minute."""
 
 
+START_ATTEMPTS = 3
+"""Ray gives its own node half a minute to start, which a busy machine may not keep."""
+
+
 @dataclass(frozen=True)
 class Workers:
     """What the user asked for.
@@ -208,28 +212,40 @@ def _several_each(blocks: list[range], workers: int) -> list[range]:
 
 
 def _start_ray(wish: Workers) -> None:
-    """Starts a Ray that ends with this process, or joins one."""
+    """Starts a Ray that ends with this process, or joins one.
+
+    Raises:
+        PlanRefused: it cannot be started or joined.
+    """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if wish.address is not None:
         _reach(wish.address, wish.wait)
-    try:
-        if wish.address is not None:
-            ray.init(address=wish.address, log_to_driver=False, logging_level="error")
+    for attempt in range(START_ATTEMPTS):
+        try:
+            if wish.address is not None:
+                ray.init(address=wish.address, log_to_driver=False, logging_level="error")
+                return
+            ray.init(
+                address="local",  # without it Ray joins whatever cluster this machine runs, also one that is just dying
+                num_cpus=max(wish.count * wish.threads, 1),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                object_store_memory=wish.object_store_bytes,
+            )
             return
-        ray.init(
-            num_cpus=max(wish.count * wish.threads, 1),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=wish.object_store_bytes,
-        )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise PlanRefused(
-            f"Ray cannot be reached or started: {' '.join(str(error).split())[:400]}",
-            where=wish.address or "--workers",
-            hint="ray status --address ADDRESS" if wish.address else "run without --workers to convert in one process",
-        ) from error
+        except Exception as error:  # Ray raises bare ones, for example when its node takes more than half a minute
+            ray.shutdown()
+            if attempt + 1 < START_ATTEMPTS and type(error) is Exception:
+                continue
+            raise PlanRefused(
+                f"Ray cannot be reached or started: {' '.join(str(error).split())[:400]}",
+                where=wish.address or "--workers",
+                hint="ray status --address ADDRESS"
+                if wish.address
+                else "run without --workers to convert in one process",
+            ) from error
 
 
 def _reach(address: str, wait: float) -> None:

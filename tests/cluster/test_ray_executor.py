@@ -157,3 +157,12 @@ def test_an_address_where_no_cluster_answers_is_said_plainly(tmp_path: Path) -> 
     with pytest.raises(PlanRefused, match="no Ray cluster answers"):
         spread(source.folder, tmp_path / "out", "kimi", workers=Workers(1, "127.0.0.1:1"))
     assert time.monotonic() - started < 60
+
+
+def test_workers_of_this_machine_leave_other_clusters_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself Ray joins what RAY_ADDRESS or the machine's latest cluster names, also when that has just been killed."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    source = build("kimi", tmp_path / "src")
+    press(source.folder, tmp_path / "one", "kimi", *SMALL)
+    spread(source.folder, tmp_path / "two", "kimi", *SMALL, workers=Workers(1))
+    assert shard_bytes(tmp_path / "two") == shard_bytes(tmp_path / "one")
