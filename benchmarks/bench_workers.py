@@ -1,4 +1,4 @@
-"""How much a second worker brings, and how much this machine can give: calibrated conversions with no, one and two workers.
+"""How much a second worker brings, and how much this machine can give: calibrated conversions with no, one, two and four workers.
 
     python -m benchmarks.bench_workers FOLDER --layers 2 --experts 32 --tokens 16384
 
@@ -8,11 +8,12 @@ Contenders, one thread each, once a round:
     in process       moepress convert
     1 worker         moepress convert --workers 1
     2 workers        moepress convert --workers 2
+    4 workers        moepress convert --workers 4
     products, 1      what is left without moepress: float32 matrix products in one process …
     products, 2      … and the same number of products, half in each of two processes
 
 The last two say what two processors of this machine are worth. Two hardware threads of one core share its multipliers, and
-then no program gets 1.6. JSON on standard output; the files of all three conversions are compared byte for byte.
+then no program gets 1.6. JSON on standard output; the files of all conversions are compared byte for byte.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def main() -> None:
             "in process": lambda: conversion("in process"),
             "1 worker": lambda: conversion("1 worker", "--workers", "1"),
             "2 workers": lambda: conversion("2 workers", "--workers", "2"),
+            "4 workers": lambda: conversion("4 workers", "--workers", "4"),
             "products, 1": lambda: products(1),
             "products, 2": lambda: products(2),
         },
