@@ -42,7 +42,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="WHAT,…",
-            help="Of fidelity, drift, tool-calls, humaneval, mbpp, gsm8k, mmlu, arc_challenge, wikitext, lm:NAME "
+            help="Of fidelity, drift, tool-calls, humaneval, mbpp, gsm8k-100, gsm8k, mmlu, arc_challenge, wikitext, lm:NAME "
             "(default: the first three).",
         ),
     ] = None,
@@ -84,10 +84,13 @@ def evaluate(
         typer.Option(exists=True, dir_okay=False, metavar="FILE.jsonl", help="Tool-call cases of your own."),
     ] = None,
     bfcl: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, metavar="DIR", help="bfcl_eval/data: its cases too.")
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, metavar="DIR", help="bfcl_eval/data: its cases too, multi-turn ones included."
+        ),
     ] = None,
     data: Annotated[
-        list[str] | None, typer.Option(metavar="TASK=FILE", help="Problems of humaneval or mbpp, instead of the Hub's.")
+        list[str] | None, typer.Option(metavar="TASK=FILE", help="Problems of humaneval, mbpp or gsm8k-100.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First prompts of each task only.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer to a task.")] = 1024,
@@ -338,8 +341,11 @@ def _show_tool_calls(found: dict[str, Any]) -> None:
             shares = [f"{calls[side][step]:.1%}" for step in steps]
             rows.add_row(kind if side == "source" else "", _SIDES[side], str(calls["cases"]), *shares)
     stdout.print(rows)
-    if turns := found.get("multi-turn"):
-        rows = table("turn", right=tuple(str(entry["turn"]) for entry in turns["by_turn"]))
+    for kind, title in (("multi-turn", "turn"), ("stateful", "turn, tools that run")):
+        if kind not in found:
+            continue
+        turns = found[kind]
+        rows = table(title, right=tuple(str(entry["turn"]) for entry in turns["by_turn"]))
         for side in ("source", "candidate"):
             rows.add_row(f"right, {_SIDES[side]}", *(f"{entry[side]:.0%}" for entry in turns["by_turn"]))
         for side in ("source", "candidate"):

@@ -3,8 +3,9 @@
     fidelity         layer by layer from the files, no server: `fidelity`, a command of its own
     next tokens      KL, agreement of the most likely token and perplexity over a server, per domain of text
     drift            greedy generations side by side: where they part, and how many are still together
-    tasks            lm-eval as a process (GSM8K, MMLU, ARC-Challenge, perplexity); code that is executed in a sandbox
-    tool calls       single, parallel and over several turns, where an early error spoils what follows
+    tasks            lm-eval as a process (GSM8K, MMLU, ARC-Challenge, perplexity); code that is executed in a sandbox;
+                     word problems
+    tool calls       single, parallel and over several turns, where an early error spoils what follows; with tools that run
 
 Only URLs come in here: `commands.evaluate` boots servers, one after the other, because two models rarely fit on one
 machine. Hence every measurement is two halves: *ask* one server (answers are kept per prompt, so a stopped run resumes)
@@ -23,7 +24,7 @@ Shares are 0 to 1, KL in nats a token, ``interval`` is two-sided at ``bounds.con
                  "numbers": {"KL, prose": FIGURE}}],               the rows by task, as the report shows every command's gates
       "fidelity": {"prose": DOMAIN, "code": …, "chat": …, "tool calls": …} | null,
       "drift": DRIFT | null,
-      "tool_calls": {"single": CALLS, "parallel": CALLS, "multi-turn": TURNS} | null,
+      "tool_calls": {"single": CALLS, "parallel": CALLS, "multi-turn": TURNS, "stateful": TURNS} | null,   those that were asked
       "tasks": {"gsm8k": TASK, …} | null,
       "skipped": [{"task": "mmlu", "why": "lm-eval is not installed"}],
       "requests": {"asked": 120, "from_cache": 300},
@@ -59,7 +60,7 @@ Shares are 0 to 1, KL in nats a token, ``interval`` is two-sided at ``bounds.con
              "candidate": {…the same…}}                            shares of turns; a step needs those before it
     TURNS   {…as CALLS…, "conversations": 20, "turns": 80, "by_turn": [{"turn": 1, "source": 0.95, "candidate": 0.95, "of": 20}, …],
              "survival": {"source": CURVE-like {"positions", "surviving"}, "candidate": …}}   no error up to this turn
-    TASK    {"kind": "lm-eval" | "code", "metric": "exact_match,strict-match", "samples": 1319, "source": 0.94,
+    TASK    {"kind": "lm-eval" | "code" | "word problems", "metric": "exact_match,strict-match", "samples": 1319, "source": 0.94,
              "candidate": 0.93, "version": "lm_eval 0.4.13" | null, "settings": {…},
              "outcomes": {"source": {"passed": 120, "timeout": 1, …}, "candidate": …} | null}
 """

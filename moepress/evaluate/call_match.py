@@ -73,7 +73,7 @@ def match_calls(made: Sequence[MadeCall], expected: Sequence[ExpectedCall], tool
     checks = (
         len(made) == len(expected),
         all(call.parsed() is not None for call in made),
-        all(_valid(call, tools) for call in made),
+        all(fits_schema(call, tools) for call in made),
         Counter(call.name for call in made) == Counter(call.name for call in expected),
         all(pair is not None for pair in pairs),
     )
@@ -141,7 +141,8 @@ def _assign(made: Sequence[MadeCall], expected: Sequence[ExpectedCall]) -> tuple
     return tuple(found)
 
 
-def _valid(call: MadeCall, tools: Sequence[dict[str, Any]]) -> bool:
+def fits_schema(call: MadeCall, tools: Sequence[dict[str, Any]]) -> bool:
+    """It names an offered tool, and its arguments satisfy that tool's JSON schema."""
     given = call.parsed()
     for tool in tools:
         function = tool["function"]

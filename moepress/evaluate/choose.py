@@ -4,6 +4,7 @@ fidelity      KL, top-1 agreement and perplexity of next tokens, per domain of t
 drift         greedy continuations side by side
 tool-calls    single, parallel, over several turns
 humaneval, mbpp                           executed in the sandbox
+gsm8k-100                                 word problems, from a package or a file
 gsm8k, mmlu, arc_challenge, wikitext      by lm-eval; lm:NAME or lm:NAME:METRIC for any other of its tasks
 """
 
@@ -18,10 +19,21 @@ from moepress.calibration.text import Tokenizer, load_tokenizer
 from moepress.errors import EvaluateError
 from moepress.evaluate.code_tasks import HUB, load_problems
 from moepress.evaluate.lm_eval_process import TASKS, LmSettings, find_lm_eval, task_named
-from moepress.evaluate.measurements import Code, DriftOverLength, LmEval, Measurement, NextTokens, ToolCalls
+from moepress.evaluate.measurements import (
+    Code,
+    DriftOverLength,
+    LmEval,
+    Measurement,
+    NextTokens,
+    ToolCalls,
+    WordProblems,
+)
 from moepress.evaluate.sandbox import prove
 from moepress.evaluate.texts import cut_windows, domain_documents
 from moepress.evaluate.tool_cases import ToolCase, read_bfcl, read_cases, shipped_cases
+from moepress.evaluate.tool_worlds import WorldCase, read_worlds
+from moepress.evaluate.word_problems import NAME as WORD_PROBLEMS
+from moepress.evaluate.word_problems import load_word_problems
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.families import identify_family, text_config
 
@@ -39,7 +51,7 @@ class Settings:
         texts: domain -> file, in place of the shipped text.
         drift_prompts, drift_tokens: greedy continuations, and how long.
         tool_cases, bfcl: a file of cases, a folder of BFCL's; both None = the shipped ones.
-        data: task -> file, for code tasks.
+        data: task -> file, for code tasks and gsm8k-100.
         chat: prompts go through the chat template (False: a base model).
         max_tokens: of an answer to a task. limit: first prompts of a task only.
         lm_eval_python, lm_tasks: interpreter with lm-eval, folder of further task definitions.
@@ -65,7 +77,7 @@ class Settings:
 
 def known_tasks() -> list[str]:
     """Every word but ``lm:NAME``."""
-    return [*DEFAULT_TASKS, *HUB, *TASKS]
+    return [*DEFAULT_TASKS, *HUB, WORD_PROBLEMS, *TASKS]
 
 
 def choose(out: Path, settings: Settings, *, folder: Path) -> list[Measurement]:
@@ -103,11 +115,14 @@ class _Maker:
         if task == "drift":
             return DriftOverLength(self.prompts(), settings.drift_tokens)
         if task == "tool-calls":
-            return ToolCalls(_first(self.cases(), settings.limit), settings.max_tokens)
+            return ToolCalls(self.cases(), settings.max_tokens)
         if task in HUB:
             prove()
             problems = load_problems(task, settings.data.get(task))
             return Code(task, _first(problems, settings.limit), settings.chat, settings.max_tokens)
+        if task == WORD_PROBLEMS:
+            numbers = load_word_problems(settings.data.get(task))
+            return WordProblems(_first(numbers, settings.limit), settings.max_tokens)
         return self.lm_eval(task)
 
     def tokenizer(self) -> Tokenizer:
@@ -128,13 +143,14 @@ class _Maker:
         by_domain = self.windows(each, 64).values()
         return [window for several in zip(*by_domain, strict=True) for window in several][: self.settings.drift_prompts]
 
-    def cases(self) -> list[ToolCase]:
-        found: list[ToolCase] = []
-        if self.settings.tool_cases is not None:
-            found += read_cases(self.settings.tool_cases)
-        if self.settings.bfcl is not None:
-            found += read_bfcl(self.settings.bfcl)
-        return found or shipped_cases()
+    def cases(self) -> list[ToolCase | WorldCase]:
+        settings, found = self.settings, list[ToolCase | WorldCase]()
+        if settings.tool_cases is not None:
+            found += _first(read_cases(settings.tool_cases), settings.limit)
+        if settings.bfcl is not None:  # its categories are tasks of their own
+            found += read_bfcl(settings.bfcl, limit=settings.limit)
+            found += read_worlds(settings.bfcl, settings.limit)
+        return found or list(_first(shipped_cases(), settings.limit))
 
     def lm_eval(self, name: str) -> Measurement:
         task = task_named(name)

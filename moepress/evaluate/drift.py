@@ -7,8 +7,8 @@
     divergence rate     first divergences / tokens generated up to them: the hazard of parting, a token. What is judged is the
                         candidate's minus the noise's; it does not depend on how long the texts are, as "parted within 256" does
 
-Two good models part as well: one near-tie is enough, and everything after it is another text. So that texts part is no fault,
-and how soon is what the bound is about: at a rate of 0.02 half of them have parted by token 35, at 0.005 by token 139 (ln 2 / rate).
+Two good models part as well: one near-tie is enough, and everything after it is another text. That they part is no fault; the bound
+is about how soon: at a rate of 0.02 half of them have parted by token 35, at 0.005 by token 139 (ln 2 / rate).
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from moepress.evaluate.next_tokens import Scores, ask_scores, compare_scores
 from moepress.evaluate.rows import Row
 from moepress.evaluate.tool_calls import Played, play_cases, tool_calls_json
 from moepress.evaluate.tool_cases import ToolCase
+from moepress.evaluate.tool_worlds import WorldCase
+from moepress.evaluate.word_problems import NAME, WordProblem, ask_word_problems, number_of
 from moepress.recipe import Evaluation
 
 
@@ -105,7 +107,7 @@ class DriftOverLength:
 class ToolCalls:
     """Tool calls: single, parallel, over several turns. One judged figure over all cases."""
 
-    cases: list[ToolCase]
+    cases: list[ToolCase | WorldCase]
     max_tokens: int
     name: str = "tool-calls"
 
@@ -115,7 +117,8 @@ class ToolCalls:
     def compare(self, source: list[Played], candidate: list[Played], bounds: Evaluation) -> Findings:
         details = tool_calls_json(self.cases, source, candidate, confidence=bounds.confidence)
         expected = sum(bool(turn.calls) for case in self.cases for turn in case.turns)
-        if expected and not any(one.calls for one in [*source, *candidate]):
+        cut = (sum(one.truncated > 0 for one in source), sum(one.truncated > 0 for one in candidate))
+        if expected and not any(cut) and not any(one.calls for one in [*source, *candidate]):
             raise NothingToCompare(
                 "no answer of either model held a tool call: the model makes none, or the server needs a parser for "
                 "them (SGLang: --tool-call-parser)"
@@ -127,7 +130,7 @@ class ToolCalls:
             [one.correct for one in candidate],
             bounds,
             max_drop=bounds.max_tool_call_drop,
-            truncated=(sum(one.truncated > 0 for one in source), sum(one.truncated > 0 for one in candidate)),
+            truncated=cut,
             of="cases",
         )
         return Findings([row], "tool_calls", details)
@@ -159,6 +162,37 @@ class Code:
             "version": None,
             "settings": {"chat": self.chat, "max_tokens": self.max_tokens},
             "outcomes": {"source": ran[0].counts(), "candidate": ran[1].counts()},
+        }
+        return Findings([row], "tasks", {self.name: details})
+
+
+@dataclass
+class WordProblems:
+    """GSM8K's problems, without lm-eval and the Hub."""
+
+    problems: list[WordProblem]
+    max_tokens: int
+    name: str = NAME
+
+    def ask(self, who: Contestant) -> list[dict[str, Any]]:
+        return ask_word_problems(who, self.problems, max_tokens=self.max_tokens)
+
+    def compare(self, source: list[dict[str, Any]], candidate: list[dict[str, Any]], bounds: Evaluation) -> Findings:
+        right = [
+            [number_of(answer["text"]) == problem.number for problem, answer in zip(self.problems, said, strict=True)]
+            for said in (source, candidate)
+        ]
+        cut = (sum(answer["cut"] for answer in source), sum(answer["cut"] for answer in candidate))
+        row = rows.share_row(self.name, "right number", right[0], right[1], bounds, truncated=cut)
+        details = {
+            "kind": "word problems",
+            "metric": row.metric,
+            "samples": len(self.problems),
+            "source": row.source,
+            "candidate": row.candidate,
+            "version": None,
+            "settings": {"fewshot": 0, "chat": True, "max_tokens": self.max_tokens},
+            "outcomes": None,
         }
         return Findings([row], "tasks", {self.name: details})
 

@@ -99,7 +99,7 @@ def share_row(
     row = _dropping(
         task, metric, of, n, sum(source) / n, sum(candidate) / n, interval, bounds, max_drop, truncated, test
     )
-    if not any(source):  # nothing to lose: equal zeros would pass any bound
+    if not any(source) and truncated[0] <= bounds.max_truncated_share * n:  # equal zeros would pass any bound
         return replace(row, verdict="NOT ENOUGH DATA", why=f"the source has none of {n} right: nothing could be lost")
     return row
 

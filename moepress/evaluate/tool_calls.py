@@ -1,6 +1,7 @@
 """Tool calls over a server: single, parallel, and over several turns, where an early error spoils what follows.
 
-    user ─► model: calls? ─► judged ─► results of the calls ─► model: text ─► next user turn …
+    results given     user ─► model: calls? ─► judged ─► results of the calls ─► model: text ─► next user turn …
+    tools that run    user ─► model: calls ─► results ─► model: calls … until it calls nothing ─► judged ─► next (`tool_worlds`)
 
 The history of a conversation is the model's own: its wrong calls stay in it, and are answered with an error. So a turn is
 judged as it would go in use, and two figures come out: the share of turns that are right, and how many conversations have
@@ -19,8 +20,13 @@ from moepress.evaluate.answers import Contestant
 from moepress.evaluate.call_match import STEPS, MadeCall, Match, match_calls
 from moepress.evaluate.survival import Curve, kaplan_meier
 from moepress.evaluate.tool_cases import CaseKind, ToolCase
+from moepress.evaluate.tool_worlds import MOST_STEPS, WorldCase, judge_turn, open_world
 
 CHAT = "/v1/chat/completions"
+CONVERSATIONS = ("multi-turn", "stateful")
+"""Kinds of more than one turn: results that are given, and tools that run."""
+
+_NOT_JSON = '{"error": "the arguments are not a JSON object"}'
 REPLY_TOKENS = 128
 """For the sentence that the model says after its calls' results; it is history, and not judged."""
 
@@ -43,10 +49,41 @@ class Played:
         return next((turn for turn, match in enumerate(self.matches, start=1) if not match.correct), None)
 
 
-def play_cases(who: Contestant, cases: Sequence[ToolCase], *, max_tokens: int) -> list[Played]:
+def play_cases(who: Contestant, cases: Sequence[ToolCase | WorldCase], *, max_tokens: int) -> list[Played]:
     """Has one model play all cases. `max_tokens`: of an answer that may call tools."""
-    jobs = [lambda case=case: _play(who, case, max_tokens) for case in cases]
+    jobs = [
+        lambda case=case: (_play_in_world if isinstance(case, WorldCase) else _play)(who, case, max_tokens)
+        for case in cases
+    ]
     return who.each(jobs, label="tool calls")
+
+
+def _play_in_world(who: Contestant, case: WorldCase, max_tokens: int) -> Played:
+    messages: list[dict[str, Any]] = []
+    matches: list[Match] = []
+    calls = truncated = 0
+    with open_world(case) as world:
+        for turn in case.turns:
+            messages.append({"role": "user", "content": turn.user})
+            called: list[MadeCall] = []
+            ended = False
+            for _ in range(MOST_STEPS):
+                message, cut = _answer(who, messages, turn.tools, max_tokens)
+                made = _made_calls(message)
+                truncated += cut
+                messages.append(_as_history(message, made))
+                if not made:
+                    ended = True
+                    break
+                called += made
+                results = iter(world.run([call for call in made if call.parsed() is not None]))
+                for call in made:
+                    said = next(results) if call.parsed() is not None else _NOT_JSON
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+            right = world.right(turn.calls)
+            matches.append(judge_turn(called, turn, right=right and ended))
+            calls += len(called)
+    return Played(tuple(matches), calls, truncated)
 
 
 def _play(who: Contestant, case: ToolCase, max_tokens: int) -> Played:
@@ -55,7 +92,7 @@ def _play(who: Contestant, case: ToolCase, max_tokens: int) -> Played:
     calls = truncated = 0
     for number, turn in enumerate(case.turns, start=1):
         messages.append({"role": "user", "content": turn.user})
-        message, cut = _answer(who, messages, case, max_tokens)
+        message, cut = _answer(who, messages, case.tools, max_tokens)
         made = _made_calls(message)
         match = match_calls(made, turn.calls, case.tools)
         matches.append(match)
@@ -67,15 +104,15 @@ def _play(who: Contestant, case: ToolCase, max_tokens: int) -> Played:
         if made:
             for call, pair in zip(made, match.pairs, strict=True):
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": _result(call, pair, turn.results)})
-            reply, _ = _answer(who, messages, case, REPLY_TOKENS)
+            reply, _ = _answer(who, messages, case.tools, REPLY_TOKENS)
             messages.append({"role": "assistant", "content": reply.get("content") or ""})
     return Played(tuple(matches), calls, truncated)
 
 
 def _answer(
-    who: Contestant, messages: list[dict[str, Any]], case: ToolCase, max_tokens: int
+    who: Contestant, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], max_tokens: int
 ) -> tuple[dict[str, Any], bool]:
-    body = {"messages": messages, "tools": list(case.tools), "temperature": 0, "max_tokens": max_tokens}
+    body = {"messages": messages, "tools": list(tools), "temperature": 0, "max_tokens": max_tokens}
     choice = (who.ask(CHAT, body).get("choices") or [{}])[0]
     return choice.get("message") or {}, choice.get("finish_reason") == "length"
 
@@ -110,7 +147,7 @@ def _result(call: MadeCall, pair: int | None, results: Sequence[str]) -> str:
     if pair is not None:
         return results[pair] if results else '{"ok": true}'
     if call.parsed() is None:
-        return '{"error": "the arguments are not a JSON object"}'
+        return _NOT_JSON
     return '{"error": "nothing found for these arguments"}'
 
 
@@ -129,18 +166,18 @@ def error_free(played: Sequence[Played], *, confidence: float) -> Curve:
 
 
 def tool_calls_json(
-    cases: Sequence[ToolCase], source: Sequence[Played], candidate: Sequence[Played], *, confidence: float
+    cases: Sequence[ToolCase | WorldCase], source: Sequence[Played], candidate: Sequence[Played], *, confidence: float
 ) -> dict[str, Any]:
     """The result's ``tool_calls``: by kind."""
     found: dict[str, Any] = {}
-    kinds: tuple[CaseKind, ...] = ("single", "parallel", "multi-turn")
+    kinds: tuple[CaseKind, ...] = ("single", "parallel", "multi-turn", "stateful")
     for kind in kinds:
         rows = [index for index, case in enumerate(cases) if case.kind == kind]
         if not rows:
             continue
         sides = {"source": [source[i] for i in rows], "candidate": [candidate[i] for i in rows]}
         found[kind] = {"cases": len(rows), **{side: step_shares(played) for side, played in sides.items()}}
-        if kind == "multi-turn":
+        if kind in CONVERSATIONS:
             found[kind] |= _turns_json(sides, confidence)
     return found
 

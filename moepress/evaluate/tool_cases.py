@@ -19,13 +19,12 @@ from typing import Any, Literal
 
 from moepress.errors import EvaluateError
 
-CaseKind = Literal["single", "parallel", "multi-turn"]
+CaseKind = Literal["single", "parallel", "multi-turn", "stateful"]
 BFCL_CATEGORIES = (
     *("simple_python", "multiple", "parallel", "parallel_multiple"),
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"),
 )
-"""BFCL's categories with one question, Python's types and a list of right answers. Its multi-turn ones are scored by running
-the leaderboard's own programs, and are not read here."""
+"""BFCL's categories with one question, Python's types and a list of right answers. Its multi-turn ones: `tool_worlds`."""
 
 _BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
 
@@ -88,11 +87,12 @@ def read_cases(path: Path) -> list[ToolCase]:
     return cases
 
 
-def read_bfcl(folder: Path, categories: Iterable[str] = BFCL_CATEGORIES) -> list[ToolCase]:
+def read_bfcl(folder: Path, categories: Iterable[str] = BFCL_CATEGORIES, *, limit: int | None = None) -> list[ToolCase]:
     """Cases of the Berkeley Function Calling Leaderboard.
 
     Args:
         folder: ``bfcl_eval/data`` of an installed or unpacked ``bfcl-eval`` (Apache-2.0).
+        limit: first cases of each category only.
 
     Raises:
         EvaluateError: no such files, or another form than version 4's.
@@ -102,8 +102,8 @@ def read_bfcl(folder: Path, categories: Iterable[str] = BFCL_CATEGORIES) -> list
         question, answer = folder / f"BFCL_v4_{category}.json", folder / "possible_answer" / f"BFCL_v4_{category}.json"
         if question.is_file() and answer.is_file():
             try:
-                right = {row["id"]: row["ground_truth"] for row in _json_lines(answer)}
-                found += [_bfcl_case(row, right[row["id"]]) for row in _json_lines(question)]
+                right = {row["id"]: row["ground_truth"] for row in json_lines(answer)}
+                found += [_bfcl_case(row, right[row["id"]]) for row in json_lines(question)[:limit]]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise EvaluateError(f"not a BFCL v4 file: {error!r}", where=str(question)) from error
     if not found:
@@ -117,12 +117,14 @@ def read_bfcl(folder: Path, categories: Iterable[str] = BFCL_CATEGORIES) -> list
 
 def _bfcl_case(row: dict[str, Any], right: list[dict[str, dict[str, list[Any]]]]) -> ToolCase:
     calls = tuple(ExpectedCall(_api_name(name), dict(given)) for call in right for name, given in call.items())
-    tools = tuple(
-        {"type": "function", "function": {**_json_schema(function), "name": _api_name(function["name"])}}
-        for function in row["function"]
-    )
+    tools = tuple(bfcl_tool(function) for function in row["function"])
     *before, last = row["question"][0]
     return ToolCase(row["id"], tools, (Turn(last["content"], calls),), tuple(before))
+
+
+def bfcl_tool(function: dict[str, Any]) -> dict[str, Any]:
+    """BFCL's description of a function as OpenAI's API takes it."""
+    return {"type": "function", "function": {**_json_schema(function), "name": _api_name(function["name"])}}
 
 
 def _api_name(name: str) -> str:
@@ -186,5 +188,6 @@ def _values(arguments: dict[str, Any]) -> dict[str, list[Any]]:
     return arguments
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]

@@ -54,6 +54,11 @@ def test_answers_that_were_cut_off(cut: tuple[int, int], verdict: str, why: str)
     assert why in row.why
 
 
+def test_answers_that_were_all_cut_off_say_so_and_not_that_the_source_can_do_nothing() -> None:
+    row = rows.share_row("calls", "right", answers(0, 1000), answers(0, 1000), BOUNDS, truncated=(1000, 1000))
+    assert (row.verdict, "--max-tokens is too low" in row.why) == ("NOT ENOUGH DATA", True)
+
+
 def greedy(rate: float, prompts: int, *, tokens: int = 256, noise: float = 0.0, seed: int = 4) -> np.ndarray:
     """What `Drift.watched` holds of texts that part at a constant rate."""
     rng = np.random.default_rng(seed)
