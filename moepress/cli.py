@@ -7,9 +7,9 @@ good, 1 checked and found wanting, 2 could not be done.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
@@ -28,9 +28,11 @@ from moepress.commands import (
     report,
     run,
     serve,
+    stopping,
     validate,
     verify,
 )
+from moepress.commands.examples import epilog, exit_codes
 from moepress.commands.options import print_json
 from moepress.errors import MoepressError
 
@@ -41,47 +43,38 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=exit_codes(),
 )
-for command in (
-    doctor.doctor,
-    inspect.inspect,
-    plan.plan,
-    pull.pull,
-    convert.convert,
-    verify.verify,
-    fidelity.fidelity,
-    validate.validate,
-    evaluate.evaluate,
-    serve.serve,
-    report.report,
-    card.card,
-    publish.publish,
-    run.run,
-):
-    app.command()(command)
-app.add_typer(recipes.app, name="recipes")
-app.add_typer(cluster.app, name="cluster")
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Look": (doctor.doctor, inspect.inspect, plan.plan),
+    "Press": (pull.pull, convert.convert, run.run),
+    "Prove": (verify.verify, fidelity.fidelity, validate.validate, evaluate.evaluate),
+    "Ship": (serve.serve, report.report, card.card, publish.publish),
+}
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(epilog=epilog(command.__name__), rich_help_panel=panel)(command)
+app.add_typer(recipes.app, name="recipes", epilog=epilog("recipes"), rich_help_panel="Set up")
+app.add_typer(cluster.app, name="cluster", epilog=epilog("cluster"), rich_help_panel="Set up")
 
 
 @app.callback(invoke_without_command=True)
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and the environment, and exit.", is_eager=True)
+    ] = False,
 ) -> None:
     if version:
-        from moepress.doctor import environment_line
+        from moepress.doctor import environment_line, package_versions
 
         typer.echo(environment_line())
+        typer.echo(", ".join(f"{name} {found or 'missing'}" for name, found in package_versions().items()))
         raise typer.Exit
-
-
-def _terminate(*_: object) -> NoReturn:
-    """SIGTERM ends a run as Ctrl-C does: temporary files removed, lock released."""
-    raise KeyboardInterrupt
 
 
 def main() -> None:
     """Entry point: errors of ours become one clear message and their exit code; never a traceback."""
-    signal.signal(signal.SIGTERM, _terminate)
+    stopping.listen()
     # Before torch loads MKL: matrix products give the same bits with any number of threads, so a calibrated conversion does too.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     # Threads that wait for others sleep: spinning made a busy machine eight times slower, and an idle one no faster.
@@ -95,6 +88,10 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
         raise SystemExit(141) from None
+    except SystemExit as ended:
+        if stopping.asked() and ended.code == 1:  # Typer's own code for it, which here means "found wanting"
+            raise SystemExit(130) from None
+        raise
 
 
 if __name__ == "__main__":

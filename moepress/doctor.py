@@ -27,6 +27,16 @@ PROBE_BYTES = 256 << 20
 LITTLE_MEMORY = 2 << 30
 """Below this a conversion may not have room for its pieces, its threads and the page cache."""
 
+PACKAGES = (
+    "torch",
+    "transformers",
+    "compressed-tensors",
+    "safetensors",
+    "numba",
+    "huggingface_hub",
+    "llmcompressor",
+)
+
 SLOW_DISK = 200e6
 """Bytes a second; a 704 GiB model is then read in an hour."""
 
@@ -88,17 +98,12 @@ def diagnose(folder: Path, *, online: bool = True) -> Iterator[Check]:
 
 def check_python() -> Check:
     """The interpreter, and the packages that other people's judgements come from."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found, missing = [f"Python {platform.python_version()}"], []
-    for name in ("torch", "transformers", "compressed-tensors", "safetensors", "huggingface_hub", "llmcompressor"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            missing.append(name)
+    versions = package_versions()
+    missing = [name for name, found in versions.items() if found is None]
     if missing:
         return Check("packages", "bad", f"missing: {', '.join(missing)}", "pip install --constraint constraints.txt .")
-    return Check("packages", "good", ", ".join(found))
+    python = f"Python {platform.python_version()}"
+    return Check("packages", "good", ", ".join([python, *(f"{name} {found}" for name, found in versions.items())]))
 
 
 def check_processors() -> Check:
@@ -173,7 +178,11 @@ def check_gpus() -> Check:
 
     if not torch.cuda.is_available():
         text = "none that torch sees: calibration runs on the processors, and the server's speed cannot be judged here"
-        return Check("GPUs", "note", text, "a CUDA build of torch, where there is a GPU")
+        if not Path("/proc/driver/nvidia/version").exists():
+            return Check("GPUs", "note", text, "nothing, for rounding; for GPTQ of a large model a machine with a GPU")
+        if torch.version.cuda is None:
+            return Check("GPUs", "note", f"{text}; an NVIDIA driver is here", "pip install a CUDA build of torch")
+        return Check("GPUs", "note", f"{text}; a driver is here", "nvidia-smi, CUDA_VISIBLE_DEVICES")
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     names = ", ".join(f"{d.name} ({d.total_memory / 2**30:.0f} GiB)" for d in devices)
     triton = "with Triton" if importlib.util.find_spec("triton") else "without Triton: pip install triton"
@@ -222,6 +231,19 @@ def check_hub() -> Check:
         return Check("Hub", "note", f"does not answer: {type(error).__name__}", "look at the network, or HF_ENDPOINT")
     role = ((who.get("auth") or {}).get("accessToken") or {}).get("role", "unknown")
     return Check("Hub", "good", f"logged in as {who.get('name')}, token may {role}")
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of the packages that a result depends on, from their metadata, without importing them; None: not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {name: installed(name) for name in PACKAGES}
 
 
 def environment_line() -> str:

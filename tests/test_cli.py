@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,11 +60,117 @@ def test_headers_are_read_without_torch(tiny: Callable[[str], TinyCheckpoint]) -
 
 
 def test_version_says_what_a_bug_report_needs() -> None:
+    """The environment comes from package metadata: nothing heavy is imported for it."""
+    import torch
+
     from moepress import __version__
 
-    line = moepress("--version").stdout.strip()
+    line, packages = moepress("--version").stdout.strip().splitlines()
     assert line.startswith(f"moepress {__version__} (Python {platform.python_version()} in ")
     assert platform.system() in line
+    assert f"torch {torch.__version__}" in packages
+    for name in ("transformers", "compressed-tensors", "safetensors", "numba"):
+        assert f"{name} " in packages
+    assert "missing" not in packages
+
+
+def completed(*words: str) -> list[str]:
+    """What bash would be offered for the last word."""
+    environment = {**os.environ, "_MOEPRESS_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", "from moepress.cli import app; app(prog_name='moepress')"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**environment, "COMP_WORDS": " ".join(words)},
+    )
+    return done.stdout.split()
+
+
+def test_the_shell_completes_commands_options_and_recipes() -> None:
+    assert {"convert", "verify", "doctor"} <= set(completed("moepress", ""))
+    assert completed("moepress", "conv") == ["convert"]
+    assert "--recipe" in completed("moepress", "convert", "a", "b", "--rec")
+    assert completed("moepress", "plan", "a", "--recipe", "kimi-k2") == ["kimi-k2", "kimi-k2-bf16"]
+    assert completed("moepress", "recipes", "show", "glm") == ["glm-4", "glm-5"]
+
+
+def test_every_command_has_examples_and_help_has_the_exit_codes() -> None:
+    from moepress.cli import COMMANDS
+    from moepress.commands.examples import EXAMPLES, EXIT_CODES
+
+    names = {command.__name__ for commands in COMMANDS.values() for command in commands}
+    assert set(EXAMPLES) == names | {"recipes", "cluster"}
+    shown = " ".join(moepress("--help").stdout.split())
+    for code, what in EXIT_CODES.items():
+        assert f"{code} {what}"[:60] in shown
+    line = EXAMPLES["verify"][0][0]
+    assert line in " ".join(moepress("verify", "--help").stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_conversion_says_how_to_go_on_and_that_command_does(how: signal.Signals, tmp_path: Path) -> None:
+    """Also where a name needs quotes; the exit code is 130, not the 1 of a check that failed."""
+    source = build("kimi", tmp_path / "the src").folder
+    out = tmp_path / "out"
+    small = ["weights.algorithm=gptq", "calibration.samples=64", "calibration.length=256", "output.shard_size=1MB"]
+    options = [part for each in ("serving.tensor_parallel=1", *small) for part in ("--set", each)]
+    command = ["convert", str(source), str(out), "--recipe", "kimi-k2", *options, "--threads", "1"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "moepress.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+    )
+    deadline = time.monotonic() + 300
+    while not list(out.glob(".moepress/receipts/*.json")) and time.monotonic() < deadline:
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.02)
+    running.send_signal(how)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode == 130, said
+    assert "stopped: " in said
+    assert "shards are kept" in said
+    resume = shlex.split(said.strip().splitlines()[-1])
+    assert resume == ["moepress", *command]
+    resumed = moepress(*resume[1:])
+    assert resumed.returncode == 0, resumed.stderr
+    assert "from an earlier run" in resumed.stdout
+    assert not list(out.glob(".moepress/*lock*"))
+
+
+def test_a_wish_to_stop_that_a_finalizer_swallowed_is_not_lost() -> None:
+    """Python drops a KeyboardInterrupt that is raised in a weak reference's callback; the next sign of progress raises it again."""
+    code = (
+        "import os, signal, weakref\n"
+        "from moepress.commands import stopping\nfrom moepress.commands.convert_view import ConvertView\n"
+        "class Thing: pass\n"
+        "stopping.listen(); thing = Thing()\n"
+        "ref = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT) or sum(range(10)))\n"
+        "del thing\n"
+        "print('lost')\n"
+        "try: ConvertView(quiet=True).advance(1)\nexcept KeyboardInterrupt: print('found')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["lost", "found"]
+
+
+@pytest.mark.slow
+def test_a_stopped_check_is_not_a_check_that_failed(tmp_path: Path) -> None:
+    """Ctrl-C ends any command with 130; Typer alone would make it 1, which scripts take for found wanting."""
+    code = (
+        "import os, signal\nfrom moepress import api, cli\n"
+        "api.verify = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\ncli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "verify", str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("family", sorted(RECIPES))

@@ -37,7 +37,6 @@ from moepress.errors import HubError
 
 if TYPE_CHECKING:
     from moepress.convert.run import Conversion
-    from moepress.recipe import Recipe
 
 
 def convert(
@@ -61,11 +60,10 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Press SRC into OUT. Stopped at any moment, the same command resumes."""
+    from moepress import api
     from moepress.convert.finish import broken_limits
-    from moepress.convert.run import convert as run_convert
-    from moepress.recipe import load_recipe
 
-    loaded: Recipe = load_recipe(recipe, overrides or ())
+    loaded = api.load_recipe(recipe, overrides or ())
     place = place_of_work(workers, ray_address, worker_threads, worker_gpus, gather, wait_for_workers)
     computing = device_of_this_process(device, workers)
     if stream and place is not None:
@@ -79,7 +77,7 @@ def convert(
             ),
             view,
         ):
-            result = run_convert(
+            result = api.convert(
                 here,
                 out,
                 loaded,

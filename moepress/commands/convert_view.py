@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moepress.commands.console import duration, stderr, throughput, warnings
+from moepress.commands.stopping import stop_if_asked
 from moepress.commands.worst import short_name
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class ConvertView:
             self._ticker.start()
 
     def shard(self, shard: ShardPlan) -> None:
+        stop_if_asked()
         with self._lock:
             self._in_work[shard.name] = shard
             self._layer, self._what = shard.layer, f"writing {shard.label}"
@@ -127,6 +129,7 @@ class ConvertView:
                 self._pace.shard(shard.name, shard_source_bytes(self._plan, shard))
 
     def layer(self, index: int, work: LayerWork) -> None:
+        stop_if_asked()
         with self._lock:
             self._layer, self._what = index, WORDS[work]
             if self._pace is not None:
@@ -139,6 +142,7 @@ class ConvertView:
                 self._pace.opaque()
 
     def advance(self, source_bytes: int) -> None:
+        stop_if_asked()
         with self._lock:
             now = time.monotonic()
             self._done += source_bytes

@@ -35,12 +35,13 @@ def fidelity(
     as_json: AsJson = False,
 ) -> None:
     """Compare OUT with SRC on held-out text, layer by layer: KL, agreement, perplexity, and where the error enters."""
-    from moepress.evaluate.fidelity import draw, measure_fidelity
+    from moepress import api
+    from moepress.evaluate.fidelity import draw
     from moepress.recipe import parse_size
 
     texts: dict[str, Path | None] = {path.stem: path for path in text or ()} or {"shipped text": None}
     with Bar(quiet=as_json, in_bytes=False) as bar:
-        result = measure_fidelity(
+        result = api.fidelity(
             out,
             source,
             texts,

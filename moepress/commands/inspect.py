@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 def inspect(source: Source, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds: components, formats, parameters, bytes. Reads headers only."""
-    from moepress.formats.inspection import inspect_checkpoint
-    from moepress.hub.opening import open_source
+    from moepress import api
 
-    inspection = inspect_checkpoint(open_source(source, tell=note))
+    inspection = api.inspect(source, tell=note)
     if as_json:
         print_json(inspection.as_json())
         return
@@ -26,9 +25,9 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
 
 def suggest_recipe(family: str, model_type: str) -> str:
     """A shipped recipe for the family, best the one named like the model; a placeholder where there is none."""
-    from moepress.recipe import load_recipe, shipped_recipes
+    from moepress import api
 
-    fitting = [name for name in shipped_recipes() if family in load_recipe(name).families]
+    fitting = [name for name in api.shipped_recipes() if family in api.load_recipe(name).families]
     return next((name for name in fitting if name == model_type.replace("_", "-")), next(iter(fitting), "RECIPE"))
 
 

@@ -5,14 +5,32 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from moepress.errors import MoepressError
 
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Shipped recipes and YAML files here, for the shell's completion; from file names alone, because a key press waits."""
+    shipped = (path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+    here = (path.name for path in Path().glob("*.yaml"))
+    return sorted(name for name in (*shipped, *here) if name.startswith(incomplete))
+
+
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or org/name[@revision] on the Hub.")]
-RecipeName = Annotated[str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Shipped recipe or YAML file.")]
+RecipeName = Annotated[
+    str,
+    typer.Option(
+        "--recipe", "-r", metavar="NAME|FILE", help="Shipped recipe or YAML file.", autocompletion=complete_recipe
+    ),
+]
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME|FILE", help="Shipped recipe or YAML file.", autocompletion=complete_recipe),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe; may be repeated."),

@@ -51,15 +51,14 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what a conversion would need and give, and refuse what cannot work, before any work."""
-    from moepress.convert.forecast.outlook import outlook
-    from moepress.recipe import load_recipe, parse_size
+    from moepress import api
+    from moepress.recipe import parse_size
 
-    loaded = load_recipe(recipe, overrides or ())
-    result = outlook(
+    result = api.plan(
         source,
-        loaded,
+        api.load_recipe(recipe, overrides or ()),
         out,
-        gpu_bytes=size_option(gpu_memory, "--gpu-memory", parse_size),
+        gpu_memory=size_option(gpu_memory, "--gpu-memory", parse_size),
         memory_fraction=memory_fraction,
         kv_dtype=kv_dtype,
         threads=threads,

@@ -11,6 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from moepress.commands.console import duration, stderr, throughput
+from moepress.commands.stopping import stop_if_asked
 
 LOG_EVERY = 10.0
 """Seconds between progress lines where there is no terminal."""
@@ -63,6 +64,7 @@ class Bar:
             self._live.update(self._task, description=text)
 
     def add(self, count: int) -> None:
+        stop_if_asked()
         self._done += count
         now = time.monotonic()
         rate = (self._done - self._before) / max(1e-3, now - self._started)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import duration, next_step, note, size, stdout, warnings
-from moepress.commands.options import AsJson, print_json
+from moepress.commands.options import AsJson, print_json, this_command
 from moepress.commands.progress import PullProgress
-from moepress.errors import HubError
 
 if TYPE_CHECKING:
     from moepress.hub.pulling import Pulled
@@ -23,26 +22,18 @@ def pull(
     as_json: AsJson = False,
 ) -> None:
     """Fetch a checkpoint from the Hub: disk first, one commit, every file checked. The same command resumes."""
-    from moepress.hub.address import parse_address
-    from moepress.hub.pulling import pull as run_pull
-    from moepress.hub.reading import open_hub_checkpoint
+    from moepress import api
 
-    address = parse_address(source)
-    if address is None:
-        raise HubError(
-            f"{source!r} is not a repository's name", hint="write org/name, or org/name@revision for a branch or commit"
-        )
     try:
         with PullProgress(quiet=as_json) as progress:
-            checkpoint, snapshot = open_hub_checkpoint(address, tell=progress.note)
-            result = run_pull(checkpoint, snapshot, folder, workers=workers, watcher=progress)
+            result = api.pull(source, folder, workers=workers, watcher=progress, tell=progress.note)
     except KeyboardInterrupt:
-        note(f"stopped; finished files are kept. To resume:\n  moepress pull {source} {folder}")
+        note(f"stopped; finished files are kept. To resume:\n  {this_command()}")
         raise typer.Exit(130) from None
     if as_json:
         print_json(result.as_json())
         return
-    warnings(checkpoint.warnings)
+    warnings(result.warnings)
     show(result)
     next_step(f"moepress inspect {folder}")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from moepress.commands.console import next_step, stdout, table
-from moepress.commands.options import AsJson, Overrides, print_json
+from moepress.commands.options import AsJson, Overrides, RecipeArgument, print_json
 
 if TYPE_CHECKING:
     from moepress.formats.family_tables import Family
@@ -20,9 +20,9 @@ app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
 @app.command("list")
 def list_recipes(as_json: AsJson = False) -> None:
     """The recipes that ship with moepress."""
-    from moepress.recipe import load_recipe, shipped_recipes
+    from moepress import api
 
-    recipes = [load_recipe(name) for name in shipped_recipes()]
+    recipes = [api.load_recipe(name) for name in api.shipped_recipes()]
     if as_json:
         print_json([recipe.model_dump(mode="json") for recipe in recipes])
         return
@@ -30,15 +30,13 @@ def list_recipes(as_json: AsJson = False) -> None:
 
 
 @app.command("show")
-def show(
-    recipe: Annotated[str, typer.Argument(metavar="NAME|FILE")], overrides: Overrides = None, as_json: AsJson = False
-) -> None:
+def show(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """A recipe with every default written out."""
     import yaml
 
-    from moepress.recipe import load_recipe
+    from moepress import api
 
-    data = load_recipe(recipe, overrides or ()).model_dump(mode="json")
+    data = api.load_recipe(recipe, overrides or ()).model_dump(mode="json")
     if as_json:
         print_json(data)
     else:
@@ -46,11 +44,11 @@ def show(
 
 
 @app.command("check")
-def check(recipe: Annotated[str, typer.Argument(metavar="NAME|FILE")], overrides: Overrides = None) -> None:
+def check(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """Check a recipe; every problem is listed with its field."""
-    from moepress.recipe import load_recipe
+    from moepress import api
 
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = api.load_recipe(recipe, overrides or ())
     typer.echo(f"{loaded.name}: good")
 
 

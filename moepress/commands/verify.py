@@ -33,10 +33,10 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Re-read OUT with safetensors and compressed-tensors, compare every tensor with SRC; exit 1 if anything is off."""
-    from moepress.verify.run import verify as run_verify
+    from moepress import api
 
     with VerifyProgress(quiet=as_json) as progress:
-        result = run_verify(out, source, same_kv_as=same_kv_as, threads=threads, watcher=progress)
+        result = api.verify(out, source, same_kv_as=same_kv_as, threads=threads, watcher=progress)
     keep(
         out,
         "verify",

@@ -74,6 +74,7 @@ class Pulled:
     kept: tuple[str, ...]
     left: tuple[str, ...]
     seconds: float
+    warnings: tuple[str, ...] = ()
 
     @property
     def fetched_bytes(self) -> int:
@@ -125,7 +126,9 @@ def pull(
     left = [name for name in snapshot.files if name not in {file.name for file in wanted}]
     gone = {file.name for file in missing}
     kept = tuple(file.name for file in wanted if file.name not in gone)
-    return Pulled(folder, snapshot, tuple(file.name for file in missing), kept, tuple(left), time.monotonic() - started)
+    fetched = tuple(file.name for file in missing)
+    seconds = time.monotonic() - started
+    return Pulled(folder, snapshot, fetched, kept, tuple(left), seconds, checkpoint.warnings)
 
 
 def check_space(missing: Iterable[RemoteFile], folder: Path) -> None:
