@@ -385,7 +385,7 @@ def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
     text, where = recipe_text(source)
     try:
         data = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a number of ten thousand digits, or of brackets
         raise RecipeError([("(yaml)", " ".join(str(error).split()))], where=where) from error
     if not isinstance(data, dict):
         raise RecipeError([("(yaml)", f"a recipe is a mapping of fields, this is {_kind(data)}")], where=where)
@@ -420,7 +420,15 @@ def recipe_schema() -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without tags that run code, and without silently repeated keys."""
+    """YAML without tags that run code, without silently repeated keys, and without anchors: nine short lines of them
+    stand for a billion values, which an error message would write out."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "a recipe has no anchors and aliases (&a, *a)", mark)
+        node: yaml.Node | None = super().compose_node(parent, index)  # type: ignore[no-untyped-call, misc]
+        return node
 
 
 def _mapping_without_repeats(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -453,7 +461,7 @@ def _apply(data: dict[str, Any], override: str) -> tuple[str, str] | None:
             return (path, f"{key!r} is not a section")
     try:
         node[keys[-1]] = yaml.load(value, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         return (path, " ".join(str(error).split()))
     return None
 
@@ -468,7 +476,8 @@ def _message(item: Mapping[str, Any]) -> str:
         return "no such field"
     if item["type"] == "missing":
         return "is required"
-    return f"{text} (given: {item['input']!r})"
+    given = repr(item["input"])
+    return f"{text} (given: {given if len(given) <= 200 else given[:200] + '…'})"
 
 
 def _kind(value: object) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from moepress.formats.families import Family, classify
 
 PUBLISHED_RECEIPTS = "moepress_receipts.json.gz"
 """All receipts in one, beside published weights: ``{"report_sha256": …, "receipts": {shard: receipt}}``."""
+
+MOST_RECEIPT_BYTES = 200_000_000
+"""Ten times those of the largest published models: gzip may announce a thousand times its own size."""
+
+_DAMAGED = "the file was changed after it was written: convert again, or fetch it again"
 
 ErrorMap = dict[int, dict[str, list[float]]]
 
@@ -30,11 +36,29 @@ def weight_records(out: Path) -> dict[str, dict[str, Any]]:
     """
     records: dict[str, dict[str, Any]] = {}
     for path in sorted((out / STATE_FOLDER / "receipts").glob("*.json")):
-        records |= read_json(path)["weights"]
+        records |= _weights(read_json(path), path)
     if not records:
         for receipt in published_receipts(out).values():
-            records |= receipt["weights"]
+            records |= _weights(receipt, out / PUBLISHED_RECEIPTS)
     return records
+
+
+def _weights(receipt: Any, path: Path) -> dict[str, dict[str, Any]]:
+    """A receipt's records, each with the fields that everybody reads."""
+    weights = receipt.get("weights") if isinstance(receipt, dict) else None
+    if not isinstance(weights, dict):
+        raise ConvertError("a receipt without its weights", where=str(path), hint=_DAMAGED)
+    for name, record in weights.items():
+        if not _is_record(record):
+            raise ConvertError(f"the record of {name[:200]!r} is not one", where=str(path), hint=_DAMAGED)
+    return weights
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("action"), str):
+        return False
+    error = record.get("relative_error", "missing" if record["action"] == "quantize" else None)
+    return error is None or (isinstance(error, int | float) and not isinstance(error, bool))
 
 
 def published_receipts(out: Path) -> dict[str, dict[str, Any]]:
@@ -47,9 +71,16 @@ def published_receipts(out: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(gzip.decompress(path.read_bytes()))["receipts"])
-    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+        with gzip.open(path) as file:
+            text = file.read(MOST_RECEIPT_BYTES + 1)
+        if len(text) > MOST_RECEIPT_BYTES:
+            raise ValueError(f"more than {MOST_RECEIPT_BYTES:,} bytes when unpacked")
+        receipts = json.loads(text)["receipts"]
+        if not isinstance(receipts, dict) or not all(isinstance(receipt, dict) for receipt in receipts.values()):
+            raise ValueError("receipts is not an object of objects")
+    except (OSError, ValueError, EOFError, KeyError, TypeError, RecursionError, zlib.error) as error:
         raise ConvertError(f"cannot be read: {error!r}", where=str(path), hint="download it again") from error
+    return receipts
 
 
 def expert_errors(records: Mapping[str, Mapping[str, Any]], family: Family, config: Mapping[str, Any]) -> ErrorMap:

@@ -38,6 +38,7 @@ from moepress.formats.families import (
     text_config,
 )
 from moepress.formats.family_tables import Slot
+from moepress.formats.module_patterns import module_pattern
 from moepress.formats.source_quantization import WeightGroup, parse_source_quantization
 
 Kind = Literal["bf16", "f32", "fp8_block", "fp8_channel", "fp8_tensor", "int4"]
@@ -191,7 +192,7 @@ def dimensions(family: Family, config: Config) -> Mapping[str, int]:
     if text.get("index_topk"):
         width, index_heads = int(_field(text, "index_head_dim")), int(_field(text, "index_n_heads"))
         sizes |= {"index_dim": width, "index_heads": index_heads, "index_rows": index_heads * width}
-    if isinstance(config.get("vision_config"), Mapping):
+    if config.get("vision_config") is not None:
         sizes |= _vision_dimensions(config["vision_config"])
     return sizes
 
@@ -228,7 +229,7 @@ def _walk(family: Family, config: Config) -> Iterator[tuple[str, Slot, Identity]
                 path = f"model.layers.{layer}.{slot.name.replace('{expert}', str(expert))}"
                 yield path, slot, Identity(slot.component, layer, expert, slot.projection_name, is_mtp)
     met = _conditions(text, indexer=False)
-    blocks = _vision_dimensions(config["vision_config"])["vt_blocks"] if "vision_config" in config else 0
+    blocks = _vision_dimensions(config["vision_config"])["vt_blocks"] if config.get("vision_config") is not None else 0
     for slot in family.top:
         if slot.needs and slot.needs not in met:
             continue
@@ -291,7 +292,7 @@ class _Names:
     def of(cls, entries: Iterable[str]) -> _Names:
         entries = tuple(entries)
         plain = frozenset(entry for entry in entries if not entry.startswith("re:"))
-        patterns = tuple(re.compile(entry[3:]) for entry in entries if entry.startswith("re:"))
+        patterns = tuple(module_pattern(entry) for entry in entries if entry.startswith("re:"))
         return cls(plain, frozenset(entry.rpartition(".")[2] for entry in plain), patterns)
 
     def matches(self, module: str) -> bool:

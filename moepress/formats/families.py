@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moepress.errors import CheckpointError
+from moepress.formats.config_fields import check_fields, required_number
 from moepress.formats.family_tables import FAMILIES, Component, Family, Slot
 
 __all__ = [
@@ -90,10 +91,14 @@ def identify_family(config: Config) -> Family:
         config: the parsed ``config.json`` (the outer one, also for wrapped vision-language models).
 
     Raises:
-        CheckpointError: neither ``model_type`` nor ``architectures`` is known, or they name different families.
+        CheckpointError: neither ``model_type`` nor ``architectures`` is known, or they name different families; a
+            field that shapes are made of is no number that it can be (`config_fields`).
     """
     model_type = config.get("model_type")
-    architectures = tuple(config.get("architectures") or ())
+    published = config.get("architectures") or ()
+    if not isinstance(published, list | tuple) or not all(isinstance(name, str) for name in published):
+        raise CheckpointError("architectures is not a list of names", where="config.json: architectures")
+    architectures = tuple(published)
     by_type = next((family for family in FAMILIES if model_type in family.model_types), None)
     by_architecture = next((family for family in FAMILIES if set(architectures) & set(family.architectures)), None)
     family = by_type or by_architecture
@@ -117,6 +122,7 @@ def identify_family(config: Config) -> Family:
             where=f"config.json: {family.text_field}",
             hint="download config.json again, or give the text model its own architectures and model_type",
         )
+    check_fields(config, text_config(family, config))
     return family
 
 
@@ -131,7 +137,7 @@ def text_config(family: Family, config: Config) -> Config:
 def mtp_layers(family: Family, config: Config) -> range:
     """Indices of the MTP layers that the configuration announces: ``range(num_hidden_layers, …)``, possibly empty."""
     text = text_config(family, config)
-    first = int(text["num_hidden_layers"])
+    first = required_number(text, "num_hidden_layers")
     return range(first, first + (int(text.get("num_nextn_predict_layers") or 0) if family.mtp else 0))
 
 
@@ -177,7 +183,7 @@ def classify(family: Family, config: Config, name: str) -> Identity:
         return Identity(slot.component, None, None, slot.projection_name, False)
 
     layer = int(in_layer[1])
-    hidden_layers = int(text["num_hidden_layers"])
+    hidden_layers = required_number(text, "num_hidden_layers")
     is_mtp = layer >= hidden_layers
     expert_match = _EXPERT.search(in_layer[2])
     key = _EXPERT.sub(".experts.{expert}.", in_layer[2], count=1)

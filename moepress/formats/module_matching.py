@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from moepress.errors import CheckpointError
+from moepress.formats.module_patterns import module_pattern
 
 FUSED_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -78,10 +79,7 @@ class Lines:
         self._patterns: dict[str, re.Pattern[str]] = {}
         for line in self.lines:
             if line.startswith("re:"):
-                try:
-                    self._patterns[line] = re.compile(line[3:])
-                except re.error as error:
-                    raise CheckpointError(f"{line!r} is not a pattern: {error}", where=where) from error
+                self._patterns[line] = module_pattern(line, where=where)
         self._any = re.compile("|".join(f"(?:{pattern.pattern})" for pattern in self._patterns.values()) or r"(?!)")
         self._plain = frozenset(line for line in self.lines if not line.startswith("re:"))
         self._endings = tuple(f".{line}" for line in self._plain)

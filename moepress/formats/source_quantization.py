@@ -19,6 +19,7 @@ the bytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -161,7 +162,7 @@ def _parse_fp8(declared: Mapping[str, Any], place: str) -> SourceQuantization:
         groups=(group,),
         scale_fmt=_scale_fmt(declared.get("scale_fmt"), where),
         ignore=_strings(ignore, f"{where}.modules_to_not_convert"),
-        kv_cache_scheme=declared.get("kv_cache_scheme"),
+        kv_cache_scheme=_scheme(declared.get("kv_cache_scheme"), where),
     )
 
 
@@ -178,6 +179,8 @@ def _parse_compressed_tensors(declared: Mapping[str, Any], place: str) -> Source
     groups = [_parse_group(group, top_format, f"{where}.config_groups.{name}") for name, group in config_groups.items()]
     scale_fmt = declared.get("scale_fmt")
     if beside := declared.get("linear_fp8_config"):  # INT4 experts beside block-FP8 linears, as SGLang reads it
+        if not isinstance(beside, Mapping):
+            raise CheckpointError("linear_fp8_config is not an object", where=where)
         fp8 = _parse_fp8(beside, f"{place}.linear_fp8_config")
         groups += fp8.groups
         scale_fmt = scale_fmt or fp8.scale_fmt
@@ -187,7 +190,7 @@ def _parse_compressed_tensors(declared: Mapping[str, Any], place: str) -> Source
         groups=tuple(groups),
         scale_fmt=_scale_fmt(scale_fmt, where),
         ignore=_strings(declared.get("ignore"), f"{where}.ignore"),
-        kv_cache_scheme=declared.get("kv_cache_scheme"),
+        kv_cache_scheme=_scheme(declared.get("kv_cache_scheme"), where),
     )
 
 
@@ -213,12 +216,14 @@ def _parse_group(group: Any, top_format: str, where: str) -> WeightGroup:
     allowed = ("group", "channel") if packed else ("tensor", "channel", "block")
     if strategy not in allowed:
         raise CheckpointError(f"strategy {strategy!r} for {bits}-bit {kind} weights; known are {allowed}", where=where)
-    if (strategy == "group") != (isinstance(group_size, int) and group_size > 0):
+    if (strategy == "group") != (type(group_size) is int and group_size > 0):
         raise CheckpointError(f"strategy {strategy!r} with group_size {group_size!r}", where=where)
     block = _block(weights.get("block_structure"), f"{where}.weights.block_structure")
     if (strategy == "block") != (block is not None):
         raise CheckpointError(f"strategy {strategy!r} with block_structure {block!r}", where=where)
     inputs = group.get("input_activations")
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise CheckpointError("input_activations is not an object", where=where)
     return WeightGroup(
         targets=_strings(group.get("targets"), f"{where}.targets"),
         num_bits=bits,
@@ -236,7 +241,7 @@ def _block(value: Any, where: str) -> tuple[int, int] | None:
     if value is None:
         return None
     if isinstance(value, str):  # compressed-tensors once wrote "128x128"
-        value = [int(part) if part.isdigit() else part for part in value.split("x")]
+        value = [int(part) if re.fullmatch("[0-9]{1,9}", part) else part for part in value.split("x", 2)]
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(side) is int and side > 0 for side in value):
         return (value[0], value[1])
     raise CheckpointError(f"a block size is two positive integers, not {value!r}", where=where)
@@ -250,9 +255,15 @@ def _scale_fmt(value: Any, where: str) -> Literal["ue8m0"] | None:
     raise CheckpointError(f"unknown scale_fmt {value!r}; known is ue8m0", where=where)
 
 
+def _scheme(value: Any, where: str) -> Mapping[str, Any] | None:
+    if value is None or isinstance(value, Mapping):
+        return value
+    raise CheckpointError("kv_cache_scheme is not an object", where=where)
+
+
 def _strings(value: Any, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
         return tuple(value)
-    raise CheckpointError(f"expected a list of strings, not {value!r}", where=where)
+    raise CheckpointError(f"expected a list of strings, not {type(value).__name__} {str(value)[:60]!r}", where=where)
