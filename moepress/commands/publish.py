@@ -43,6 +43,7 @@ def publish(
     from moepress.hub.connection import connect
     from moepress.publish.card import make_card
     from moepress.publish.contents import stage
+    from moepress.publish.eval_results import eval_results
     from moepress.publish.gate import check_publishable
     from moepress.publish.push import look, push
     from moepress.report.output import read_pressed_output
@@ -52,7 +53,7 @@ def publish(
         raise HubError(f"{target!r} is not a repository's name", hint="write org/name; main is what is published")
     publishable = check_publishable(out, source=source, tell=note)
     card = make_card(read_pressed_output(out), title=address.repo.partition("/")[2], base_model=base_model)
-    contents = stage(publishable, card.text)
+    contents = stage(publishable, card.text, eval_results(card.facts, address.repo))
     api = connect(note)
     if dry_run:
         try:

@@ -3,6 +3,7 @@
     shards, index, config, moepress_report.json, side files     from OUT, as they are
     README.md                                                   the card; the source's own stays with the source
     moepress_receipts.json.gz                                   all receipts in one, without times and places
+    .eval_results/*.yaml                                        our scores; the source's are scores of other weights
 
 A folder of links to these files is what is handed to huggingface_hub, so that nothing else can slip in: a file in OUT that
 is none of these is refused by name.
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,9 @@ from moepress.recipe import MAX_SHARD_BYTES
 from moepress.results import REPORT_NAME
 
 CARD_NAME = "README.md"
+SCORES = ".eval_results"
+"""Folder of scores on the Hub. A source's own are scores of other weights, and are not sent."""
+
 STAGING = Path(STATE_FOLDER) / "publish"
 NOT_SENT = frozenset((".gitattributes", CARD_NAME))
 """Side files of the source that are not sent as they are: the Hub makes the first, the card replaces the second."""
@@ -67,21 +72,26 @@ class Contents:
         return sum(file.size for file in self.files.values())
 
 
-def stage(publishable: Publishable, card: str) -> Contents:
+def stage(publishable: Publishable, card: str, scores: Mapping[str, bytes] | None = None) -> Contents:
     """Writes the card and the receipts, and makes the folder of links.
+
+    Args:
+        scores: from `eval_results.eval_results`: files by name.
 
     Raises:
         MoepressError: a file that is not ours, is missing, or is too large for the Hub.
     """
     out, report = publishable.folder, publishable.report
     own = out / STAGING / "own"
-    own.mkdir(parents=True, exist_ok=True)
-    _write(own / CARD_NAME, card.encode())
-    _write(own / PUBLISHED_RECEIPTS, receipts_bytes(publishable))
-    side = [name for name in report["side_files"] if name not in NOT_SENT]
+    shutil.rmtree(own, ignore_errors=True)
+    made = {CARD_NAME: card.encode(), PUBLISHED_RECEIPTS: receipts_bytes(publishable), **(scores or {})}
+    for name, data in made.items():
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        _write(own / name, data)
+    side = [name for name in report["side_files"] if name not in NOT_SENT and not name.startswith(f"{SCORES}/")]
     paths = {name: out / name for name in (*report["shards"], *side, CONFIG_NAME, INDEX_NAME, REPORT_NAME)}
     _refuse_strangers(out, {*paths, *report["side_files"]})
-    paths |= {CARD_NAME: own / CARD_NAME, PUBLISHED_RECEIPTS: own / PUBLISHED_RECEIPTS}
+    paths |= {name: own / name for name in made}
     files = {name: _sent(name, paths[name], report["shards"].get(name)) for name in sorted(paths)}
     folder = out / STAGING / "files"
     shutil.rmtree(folder, ignore_errors=True)

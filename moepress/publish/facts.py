@@ -69,6 +69,7 @@ class CardFacts:
     not_for: list[str]
     fidelity: dict[str, Any] | None
     evaluate: dict[str, Any] | None
+    evaluated: str | None
     scored: list[dict[str, Any]]
     judged: list[dict[str, Any]]
     skipped: list[tuple[str, str]]
@@ -141,6 +142,7 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
         not_for=_not_for(evaluate, validate),
         fidelity=fidelity,
         evaluate=evaluate,
+        evaluated=(output.results.get("evaluate") or {}).get("finished"),
         scored=[row for row in rows if is_score(row)],
         judged=[row for row in rows if not is_score(row)],
         skipped=[

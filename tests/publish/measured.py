@@ -83,7 +83,22 @@ EVALUATE: dict[str, Any] = {
             ],
         },
     },
-    "tasks": None,
+    "tasks": {
+        "gsm8k": {
+            "kind": "lm-eval",
+            "metric": "exact match",
+            "samples": 1319,
+            "version": "lm_eval 0.4.13",
+            "settings": {"task": "gsm8k", "fewshot": 5, "limit": None, "chat": True, "max_tokens": 1024},
+        },
+        "mmlu": {
+            "kind": "lm-eval",
+            "metric": "accuracy",
+            "samples": 14042,
+            "version": "lm_eval 0.4.13",
+            "settings": {"fewshot": 5},
+        },
+    },
     "skipped": [{"task": "arc_challenge", "why": "lm-eval is not installed"}],
 }
 
