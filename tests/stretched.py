@@ -7,11 +7,13 @@ of attention alone: nothing of moepress's folding is used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.cases.rewritten import rewrite_tensors
+from tests.cases.rewritten import rewrite_tensors, tensors_of
 from tests.tiny_checkpoints import TinyCheckpoint, build
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -22,23 +24,35 @@ FACTORS = {0: 300.0, 1: 900.0, 2: 1e-5}
 def stretched(family: str, folder: Path, **options: object) -> TinyCheckpoint:
     """A tiny checkpoint with a K/V range that needs a scale. `options`: of `build`."""
     tiny = build(family, folder, **options)  # type: ignore[arg-type]
-    head_norms = "model.layers.0.self_attn.k_norm.weight" in tiny.tensors
-
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        for layer, factor in FACTORS.items():
-            prefix = f"model.layers.{layer}.self_attn."
-            if f"{prefix}kv_a_layernorm.weight" in tensors:
-                _times(tensors, f"{prefix}kv_a_layernorm", factor)
-                _times(tensors, f"{prefix}kv_b_proj", 1 / factor)
-                continue
-            key, query = ("k_norm", "q_norm") if head_norms else ("k_proj", "q_proj")
-            _times(tensors, f"{prefix}{key}", factor)
-            _times(tensors, f"{prefix}{query}", 1 / factor)
-            _times(tensors, f"{prefix}v_proj", factor)
-            _times(tensors, f"{prefix}o_proj", 1 / factor)
-
-    rewrite_tensors(tiny, edit)
+    rewrite_tensors(tiny, stretch)
     return tiny
+
+
+def stretch_folder(folder: Path, factors: Mapping[int, float]) -> None:
+    """The same to a checkpoint that `build` did not make; shards are edited where they are."""
+    held = tensors_of(folder)
+    before = dict(held)
+    stretch(held, factors)
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(shard)
+        if any(held[name] is not before[name] for name in tensors):
+            save_file({name: held[name] for name in tensors}, shard, metadata={"format": "pt"})
+
+
+def stretch(tensors: dict[str, torch.Tensor], factors: Mapping[int, float] = FACTORS) -> None:
+    """Changes the attention of some layers."""
+    head_norms = "model.layers.0.self_attn.k_norm.weight" in tensors
+    for layer, factor in factors.items():
+        prefix = f"model.layers.{layer}.self_attn."
+        if f"{prefix}kv_a_layernorm.weight" in tensors:
+            _times(tensors, f"{prefix}kv_a_layernorm", factor)
+            _times(tensors, f"{prefix}kv_b_proj", 1 / factor)
+            continue
+        key, query = ("k_norm", "q_norm") if head_norms else ("k_proj", "q_proj")
+        _times(tensors, f"{prefix}{key}", factor)
+        _times(tensors, f"{prefix}{query}", 1 / factor)
+        _times(tensors, f"{prefix}v_proj", factor)
+        _times(tensors, f"{prefix}o_proj", 1 / factor)
 
 
 def _times(tensors: dict[str, torch.Tensor], module: str, factor: float) -> None:

@@ -48,9 +48,12 @@ class RunningRole:
         )
 
     def ready(self) -> bool:
-        """Whether it answers: a server by having generated a token, a router by its health address."""
+        """Whether it answers: a server by having generated a token, a router by knowing healthy servers of both kinds.
+
+        A router's ``/health`` says that it runs; for a second or two it still has nobody to send requests to.
+        """
         if self.role.name == "router":
-            return _answers(f"{self.role.launch.url}/health")
+            return _answers(f"{self.role.launch.url}/readiness")
         return self.server.read_log().ready and self.server.client.healthy()
 
 

@@ -9,8 +9,10 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match
 
-from moepress.formats.checkpoint import Checkpoint
+from moepress.errors import CheckpointError
+from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import Component, Family, classify, mtp_layers, text_config
+from moepress.formats.storage import resolve_storage
 from moepress.verify.files import OutputFiles
 from moepress.verify.findings import Findings
 
@@ -34,6 +36,10 @@ def check_configuration(output: OutputFiles, source: Checkpoint | None, family: 
         findings.problem("config.json", "has a second quantization_config in its text part")
     packed = any(name.endswith(".weight_packed") for name in output.tensors)
     if carried and not packed:
+        try:
+            resolve_storage(open_checkpoint(output.folder))
+        except CheckpointError as error:
+            findings.problem("config.json", f"does not describe the tensors: {error.what}")
         return
     if not isinstance(quantization, dict):
         findings.problem("config.json", "has no quantization_config")

@@ -116,7 +116,7 @@ def _check(
         check_configuration(output, source, family, findings)
         carried = output.report.get("layout") == "source"
         described = (
-            "the source's own description"
+            "the source's own description, by which every tensor can be read"
             if carried
             else "compressed-tensors reads every linear module as it is stored"
         )
@@ -147,8 +147,13 @@ def _check(
 
 def _compare_kv(output: OutputFiles, same_kv_as: str | Path, findings: Findings) -> list[str]:
     """What the other side of a pair caches is what this one caches."""
-    mine = open_checkpoint(output.folder)
-    contract = recorded_contract(output, identify_family(mine.config), findings)
+    try:
+        mine = open_checkpoint(output.folder)
+        resolve_storage(mine)
+        contract = recorded_contract(output, identify_family(mine.config), findings)
+    except CheckpointError as error:
+        findings.problem("KV cache", f"not compared with {same_kv_as}: {error.what}")
+        return []
     if contract is None:
         return []
     other = open_checkpoint(same_kv_as)

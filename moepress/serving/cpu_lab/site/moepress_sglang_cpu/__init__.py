@@ -1,7 +1,8 @@
 """CPU LAB ONLY: kernels in plain torch, so that SGLang 0.5.23 serves quantized checkpoints on a machine without a GPU.
 
 What is replaced is arithmetic and nothing else: the INT4 and FP8 expert kernels, the FP8 linear kernels, the conversion
-of the MLA up-projection, the attention of a sparse (DSA) layer, the FP8 cache's quantize and dequantize. Reading the
+of the MLA up-projection, the attention of a sparse (DSA) layer, the FP8 cache's quantize and dequantize, and what of a
+prefill server's hand-over needs pinned memory. Reading the
 configuration, matching config groups, choosing schemes, parameter names, dtypes and shapes, weight loaders, sharding,
 routing, scheduling and the HTTP server stay SGLang's own. So a checkpoint that loads here was really loaded by SGLang;
 that a CUDA kernel computes the right thing is not shown here.
@@ -46,10 +47,10 @@ def register() -> None:
             "moepress CPU lab: this process sees a GPU. The lab replaces kernels by slow ones; take it off PYTHONPATH."
         )
 
-    from . import attention, experts, fp8_cache, linears
+    from . import attention, experts, fp8_cache, linears, transfer
 
     replaced = 0
-    for part in (experts, linears, attention, fp8_cache):
+    for part in (experts, linears, attention, fp8_cache, transfer):
         for target, function in part.replacements().items():
             _replace(target, function)
             replaced += 1
