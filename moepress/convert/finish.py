@@ -17,7 +17,8 @@ from moepress.convert.plan import ConversionPlan
 from moepress.errors import ConvertError
 from moepress.formats.atomic import atomic_write_json, copy_file
 from moepress.formats.checkpoint import Checkpoint
-from moepress.formats.writer import write_index
+from moepress.formats.sealed_json import content_digest, sealed
+from moepress.formats.shard_index import INDEX_NAME, index_content
 from moepress.hub.ledger import read_origin
 
 WORST = 20
@@ -50,14 +51,17 @@ def finish(
     report = make_report(plan, receipts, side_files)
     report["source"] = _origin(checkpoint)
     report["kv_cache"] = kv.as_json() if kv is not None else plan.kv.as_json()
-    atomic_write_json(journal.out / "moepress_report.json", report)
-    atomic_write_json(journal.out / "config.json", output_config(checkpoint, plan))
-    write_index(
-        journal.out / "model.safetensors.index.json",
+    config = output_config(checkpoint, plan)
+    index = index_content(
         {tensor.name: shard.name for shard in plan.shards for tensor in shard.tensors},
         total_size=plan.output_bytes,
         total_parameters=plan.total_parameters,
     )
+    report["content_sha256"] = {"config.json": content_digest(config), INDEX_NAME: content_digest(index)}
+    report = sealed(report)
+    atomic_write_json(journal.out / "moepress_report.json", report)
+    atomic_write_json(journal.out / "config.json", config)
+    atomic_write_json(journal.out / INDEX_NAME, index)
     return report
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from moepress.convert.plan import ConversionPlan
 from moepress.errors import ConvertError, PlanRefused
 from moepress.formats.atomic import atomic_write_json
+from moepress.formats.sealed_json import seal_problem, sealed
 from moepress.formats.sources import TEMPORARY_SUFFIX
 
 STATE_FOLDER = ".moepress"
@@ -102,7 +103,7 @@ class Journal:
         with _exclusive(self.state / "run.lock"):
             self.check()
             self._sweep()
-            atomic_write_json(self.state / "plan.json", self.plan.as_json())
+            atomic_write_json(self.state / "plan.json", sealed(self.plan.as_json()))
             try:
                 yield
             finally:
@@ -116,7 +117,7 @@ class Journal:
     def receipt(self, shard_name: str) -> dict[str, Any] | None:
         """The receipt of a finished unit, or None if the unit has still to be done.
 
-        A receipt whose shard is missing or has another size is an error: somebody changed the folder.
+        A receipt that was changed, or whose shard is missing or has another size, is an error: somebody changed the folder.
         """
         path = self.receipts_folder / f"{shard_name}.json"
         if not path.exists():
@@ -125,6 +126,10 @@ class Journal:
         if receipt.get("plan_key") != self.plan.key:
             raise ConvertError(
                 "a receipt belongs to another plan", where=str(path), hint="delete the output folder to start over"
+            )
+        if problem := seal_problem(receipt):
+            raise ConvertError(
+                f"the receipt of {shard_name} {problem}", where=str(path), hint=f"delete {path} to press this shard again"
             )
         shard = self.out / shard_name
         size = shard.stat().st_size if shard.exists() else None
@@ -139,7 +144,7 @@ class Journal:
 
     def write_receipt(self, shard_name: str, receipt: dict[str, Any]) -> None:
         """Marks a unit as finished. Call only after its shard is durable."""
-        atomic_write_json(self.receipts_folder / f"{shard_name}.json", receipt)
+        atomic_write_json(self.receipts_folder / f"{shard_name}.json", sealed(receipt))
 
 
 FINAL_FILES = ("config.json", "model.safetensors.index.json", "moepress_report.json")

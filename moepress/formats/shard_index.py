@@ -127,11 +127,10 @@ def shards_without_index(names: Iterable[str], *, where: str) -> tuple[str, ...]
     return tuple(present)
 
 
-def write_index(path: Path, weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> None:
-    """Write an index, atomically, with sorted keys.
+def index_content(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> dict[str, Any]:
+    """What an index says.
 
     Args:
-        path: its final place.
         weight_map: tensor name to shard name.
         total_size: bytes of all tensors.
         total_parameters: logical parameters; packed words count as the values they hold.
@@ -142,7 +141,16 @@ def write_index(path: Path, weight_map: Mapping[str, str], total_size: int, tota
     for shard in sorted(set(weight_map.values())):
         check_shard_name(shard)
     metadata = {"total_parameters": total_parameters, "total_size": total_size}
-    atomic_write_json(path, {"metadata": metadata, "weight_map": dict(weight_map)})
+    return {"metadata": metadata, "weight_map": dict(weight_map)}
+
+
+def write_index(path: Path, weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> None:
+    """Write an index, atomically, with sorted keys; arguments and errors as `index_content`.
+
+    Args:
+        path: its final place.
+    """
+    atomic_write_json(path, index_content(weight_map, total_size, total_parameters))
 
 
 def list_some(names: Iterable[str], limit: int = 5) -> str:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from moepress.convert.receipts import PUBLISHED_RECEIPTS, published_receipts
 from moepress.errors import ConvertError
+from moepress.formats.sealed_json import content_digest, seal_problem
 from moepress.verify.findings import Findings
 
 INDEX = "model.safetensors.index.json"
@@ -83,6 +84,8 @@ def read_output(folder: Path, findings: Findings) -> OutputFiles | None:
     if claimed != total:
         findings.problem(INDEX, f"total_size is {claimed}, the tensors have {total} bytes")
     report = _json(folder / REPORT, findings) or {}
+    if report:
+        _check_seals(report, {"config.json": config, INDEX: index}, findings)
     receipts = _receipts(folder, findings)
     return OutputFiles(folder, config, report, receipts, tensors, tuple(on_disk))
 
@@ -126,6 +129,19 @@ def check_side_files(output: OutputFiles, source: Path, names: tuple[str, ...], 
             findings.problem(relative, "a file that neither the source nor moepress put there")
 
 
+def _check_seals(report: dict[str, Any], written: dict[str, dict[str, Any]], findings: Findings) -> None:
+    """The report, and with it config and index, say what they said when they were written."""
+    if problem := seal_problem(report):
+        findings.problem(REPORT, problem)
+    digests = report.get("content_sha256")
+    for name, content in written.items():
+        expected = digests.get(name) if isinstance(digests, dict) else None
+        if expected is None:
+            findings.problem(name, f"{REPORT} has no checksum of what it says")
+        elif content_digest(content) != expected:
+            findings.problem(name, f"says something else than when it was written, by the checksum in {REPORT}")
+
+
 def _receipts(folder: Path, findings: Findings) -> dict[str, dict[str, Any]]:
     """Receipts by shard: the state folder's, or those published with the weights; none where neither is there."""
     state = folder / STATE
@@ -136,14 +152,28 @@ def _receipts(folder: Path, findings: Findings) -> dict[str, dict[str, Any]]:
             findings.problem(PUBLISHED_RECEIPTS, error.what)
             return {}
     plan = _json(state / "plan.json", findings) or {}
+    if plan and (problem := seal_problem(plan)):
+        findings.problem(f"{STATE}/plan.json", problem)
+    known = sorted(path.name.removesuffix(".json") for path in (state / "receipts").glob("*.json"))
+    planned = [str(shard.get("name")) for shard in plan.get("shards") or () if isinstance(shard, dict)]
     receipts = {}
-    for shard in plan.get("shards", []):
-        receipt = _json(state / "receipts" / f"{shard['name']}.json", findings)
+    for shard in sorted({*known, *planned}):
+        receipt = _json(state / "receipts" / f"{shard}.json", findings)
         if receipt is None:
             continue
+        place = f"{STATE}/receipts/{shard}.json"
+        if shard not in planned:
+            findings.problem(place, "a receipt of a shard that is not in the plan")
+        if problem := seal_problem(receipt):
+            findings.problem(place, problem)
         if receipt.get("plan_key") != plan.get("key"):
-            findings.problem(shard["name"], "its receipt belongs to another plan")
-        receipts[shard["name"]] = receipt
+            findings.problem(shard, "its receipt belongs to another plan")
+        if receipt.get("unit") != shard:
+            findings.problem(place, f"is the receipt of {receipt.get('unit')}")
+        if isinstance(receipt.get("weights"), dict):
+            receipts[shard] = receipt
+        else:
+            findings.problem(place, "has no weights")
     return receipts
 
 

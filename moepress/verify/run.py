@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from moepress.errors import CheckpointError
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
-from moepress.formats.families import classify, identify_family
-from moepress.formats.storage import resolve_storage
+from moepress.formats.families import Family, classify, identify_family
+from moepress.formats.storage import StoredWeight, resolve_storage
 from moepress.verify.census import check_census, check_uniform_experts
 from moepress.verify.configuration import check_configuration
-from moepress.verify.files import OutputFiles, check_checksums, check_side_files, read_output
+from moepress.verify.files import REPORT, OutputFiles, check_checksums, check_side_files, read_output
 from moepress.verify.findings import Findings
 from moepress.verify.kv import check_kv, recorded_contract
 from moepress.verify.kv_pair import kv_differences
@@ -106,14 +106,11 @@ def _check(
         checked = [
             f"{len(output.shards)} shards: index, headers and SHA-256 agree with {len(output.receipts)} receipts"
         ]
-        try:
-            family = identify_family(output.config)
-            for name in output.tensors:
-                classify(family, output.config, name)
-        except CheckpointError as error:
-            findings.problem("config.json", error.what)
+        family = _family(output, findings)
+        if family is None:
             return checked
-        check_configuration(output, source, family, findings)
+        with findings.examining("config.json"):
+            check_configuration(output, source, family, findings)
         carried = output.report.get("layout") == "source"
         described = (
             "the source's own description, by which every tensor can be read"
@@ -121,28 +118,60 @@ def _check(
             else "compressed-tensors reads every linear module as it is stored"
         )
         checked.append(f"config.json: {described}")
-        checked += check_kv(output, family, findings)
-        check_census(output, findings)
-        check_uniform_experts(output, family, findings)
+        with findings.examining("KV scales"):
+            checked += check_kv(output, family, findings)
+        with findings.examining("config.json"):
+            check_census(output, findings)
+            check_uniform_experts(output, family, findings)
         if source is None or source.folder is None:
             return checked
         check_side_files(output, source.folder, source.side_files, findings)
         checked.append(f"{len(source.side_files)} side files are the source's, byte for byte")
         storage = resolve_storage(source)
-        weights = WeightCheck(output, source, storage, family, findings)
-        watcher.begin(sum(stored.nbytes for stored in storage.values()))
-        claimed = {str(name) for name in (output.report.get("kv_cache") or {}).get("tensors", ())}
-        packed = 0
-        for stored, names in zip(storage.values(), pool.map(weights.check, storage.values()), strict=True):
-            claimed.update(names)
-            packed += any(name.endswith(".weight_packed") for name in names) and stored.kind != "int4_packed"
-            watcher.advance(stored.nbytes)
-        for name in output.tensors:
-            if name not in claimed:
-                findings.problem(name, "comes from no weight of the source")
-        pressed = f"; {packed:,} quantized ones are as close as their receipts say" if packed else ""
-        checked.append(f"{len(storage) - packed:,} kept weights equal the source, folded KV scales aside{pressed}")
+        with findings.examining(REPORT):
+            checked.append(_compare_weights(output, source, storage, family, findings, pool, watcher))
     return checked
+
+
+def _compare_weights(
+    output: OutputFiles,
+    source: Checkpoint,
+    storage: dict[str, StoredWeight],
+    family: Family,
+    findings: Findings,
+    pool: ThreadPoolExecutor,
+    watcher: Watcher,
+) -> str:
+    """Every weight of the source in the output, and nothing besides. What was compared, in words."""
+    weights = WeightCheck(output, source, storage, family, findings)
+    claimed = {str(name) for name in (output.report.get("kv_cache") or {}).get("tensors", ())}
+
+    def compare(stored: StoredWeight) -> list[str]:
+        with findings.examining(stored.name):
+            return weights.check(stored)
+        return []
+
+    watcher.begin(sum(stored.nbytes for stored in storage.values()))
+    packed = 0
+    for stored, names in zip(storage.values(), pool.map(compare, storage.values()), strict=True):
+        claimed.update(names)
+        packed += any(name.endswith(".weight_packed") for name in names) and stored.kind != "int4_packed"
+        watcher.advance(stored.nbytes)
+    for name in output.tensors:
+        if name not in claimed:
+            findings.problem(name, "comes from no weight of the source")
+    pressed = f"; {packed:,} quantized ones are as close as their receipts say" if packed else ""
+    return f"{len(storage) - packed:,} kept weights equal the source, folded KV scales aside{pressed}"
+
+
+def _family(output: OutputFiles, findings: Findings) -> Family | None:
+    """The family that config.json names, if every tensor is one of its; None and a finding otherwise."""
+    with findings.examining("config.json"):
+        family = identify_family(output.config)
+        for name in output.tensors:
+            classify(family, output.config, name)
+        return family
+    return None
 
 
 def _compare_kv(output: OutputFiles, same_kv_as: str | Path, findings: Findings) -> list[str]:

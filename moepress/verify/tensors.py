@@ -13,7 +13,10 @@ nearest one to w / s.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +38,27 @@ DEFAULT_LIMIT = 0.25
 """Largest relative error where no recipe says otherwise."""
 
 
+OPEN_SHARDS = 8
+"""Shards that a thread keeps open: opening one reads its whole header, which has thousands of names."""
+
+
+class OpenShards:
+    """Tensors by the safetensors library; each thread has its own files, the least used is closed."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def tensor(self, path: Path, name: str) -> torch.Tensor:
+        files: OrderedDict[Path, Any] = self._local.__dict__.setdefault("files", OrderedDict())
+        if path not in files:
+            while len(files) >= OPEN_SHARDS:
+                files.popitem(last=False)
+            files[path] = safe_open(path, framework="pt")
+        files.move_to_end(path)
+        tensor: torch.Tensor = files[path].get_tensor(name)
+        return tensor
+
+
 class WeightCheck:
     """Compares weights of one output with one source; used from several threads."""
 
@@ -47,11 +71,13 @@ class WeightCheck:
         findings: Findings,
     ) -> None:
         self.output, self.source, self.family, self.findings = output, source, family, findings
+        self._shards = OpenShards()
         self._storage = storage
         recipe = output.report.get("recipe") or {}
         self.limit = float((recipe.get("limits") or {}).get("max_relative_error", DEFAULT_LIMIT))
         weights = recipe.get("weights") or {}
         self.algorithm = weights.get("algorithm")
+        self.signed_scales = bool(weights.get("signed_scales"))
         self._norms = NormFactors(
             source.config,
             family,
@@ -161,8 +187,12 @@ class WeightCheck:
         expected_group = self._group_size(columns)
         if expected_group is not None and columns // scale.shape[1] != expected_group:
             problem(stored.name, f"has groups of {columns // scale.shape[1]}, config.json says {expected_group}")
-        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-            problem(stored.name, "has scales that are not positive numbers")
+        sizes = scale.abs() if self.signed_scales else scale
+        if not bool((torch.isfinite(scale) & (sizes > 0)).all()):
+            problem(
+                stored.name,
+                f"has scales that are not {'numbers other than 0' if self.signed_scales else 'positive numbers'}",
+            )
             return
         codes = unpack_from_int32(packed, 4, torch.Size((rows, columns))).float()
         spread = scale.float().repeat_interleave(columns // scale.shape[1], 1)
@@ -246,14 +276,10 @@ class WeightCheck:
         return weight.float() * spread
 
     def _out(self, name: str) -> torch.Tensor:
-        with safe_open(self.output.folder / self.output.tensors[name][0], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
+        return self._shards.tensor(self.output.folder / self.output.tensors[name][0], name)
 
     def _src(self, ref: TensorRef) -> torch.Tensor:
-        with safe_open(self.source.path(ref.shard), framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(ref.name)
-        return tensor
+        return self._shards.tensor(self.source.path(ref.shard), ref.name)
 
 
 def _fit(truth: torch.Tensor, served: torch.Tensor, *, dim: int) -> torch.Tensor:
