@@ -7,29 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from moepress.commands.console import next_step, note, stdout, table
+from moepress.commands.console import next_step, note
 from moepress.commands.contestants import Model, Serving, contestants
 from moepress.commands.kept import keep
 from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
 from moepress.commands.progress import Bar
+from moepress.commands.verdicts import show
 from moepress.errors import MoepressError, PlanRefused
 from moepress.results import REPORT_NAME
 
 if TYPE_CHECKING:
-    from moepress.evaluate.choose import Settings
-    from moepress.evaluate.rows import Row
     from moepress.evaluate.run import Evaluated
     from moepress.recipe import Recipe
 
-_MARKS = {"ACCEPT": "[green]✓[/green]", "REGRESSION": "[red]✗[/red]", "NOT ENOUGH DATA": "[yellow]?[/yellow]"}
-_WORDS = {
-    "ACCEPT": "[green]ACCEPT[/green]",
-    "REGRESSION": "[red]REGRESSION[/red]",
-    "NOT ENOUGH DATA": "[yellow]NOT ENOUGH DATA[/yellow]",
-}
-_SIDES = {"source": "source", "candidate": "pressed"}
 _RESULT = {"ACCEPT": "pass", "REGRESSION": "fail", "NOT ENOUGH DATA": "not judged"}
 
 
@@ -176,7 +167,7 @@ def evaluate(
         except KeyboardInterrupt:
             note(f"stopped; the answers so far are kept in {folder}: the same command goes on from there")
             raise typer.Exit(130) from None
-    after = _next(result, out, baseline)
+    after = _next(result, out, baseline, _urls(url, baseline_url))
     found = {**result.as_json(), "next": after}
     keep(out, "evaluate", _RESULT[result.verdict], found)
     if as_json:
@@ -225,173 +216,20 @@ def recipe_of(out: Path, recipe: str | None, overrides: list[str] | None) -> Rec
     return check_recipe(data, where=str(path), overrides=overrides or ())
 
 
-def show(result: Evaluated, settings: Settings) -> None:
-    """What a person reads: figures by kind, then the verdict and its reasons."""
-    if result.sections.get("fidelity"):
-        _show_fidelity(result)
-    if result.sections.get("drift"):
-        _show_drift(result, settings)
-    if result.sections.get("tool_calls"):
-        _show_tool_calls(result.sections["tool_calls"])
-    scores = [row for row in result.rows if row.domain is None and row.task != "drift"]
-    if scores:
-        _show_scores(scores)
-    stdout.print()
-    for task, why in result.skipped.items():
-        stdout.print(f"[yellow]skipped[/yellow] [bold]{task}[/bold]: {why}", soft_wrap=True)
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for row in result.rows:
-        if row.verdict != "ACCEPT":
-            reasons.setdefault((row.verdict, row.task, row.why), []).append(row.metric)
-    for (verdict, task, why), metrics in reasons.items():
-        about = f" ({'; '.join(metrics[:3])}{f'; {len(metrics) - 3} more' if len(metrics) > 3 else ''})"
-        stdout.print(f"{_WORDS[verdict]} [bold]{task}[/bold]{about}: {why}", soft_wrap=True)
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in result.counts.items()) or "nothing was judged"
-    asked, kept = result.requests["asked"], result.requests["from_cache"]
-    stdout.print(
-        f"[bold]{_WORDS[result.verdict]}[/bold]: {counts}, at {result.bounds.confidence:.0%} confidence; "
-        f"{asked:,} questions asked, {kept:,} answers kept from before",
-        soft_wrap=True,
-    )
+def _urls(url: str | None, baseline_url: str | None) -> str:
+    """The servers as they were named, for the next command."""
+    named = (("--url", url), ("--baseline-url", baseline_url))
+    return "".join(f" {option} {value}" for option, value in named if value is not None)
 
 
-def _show_fidelity(result: Evaluated) -> None:
-    domains = result.sections["fidelity"]
-    exact = all(domain["kl_is"] == "exact" for domain in domains.values())
-    right = (
-        "tokens",
-        "KL" if exact else "KL ≥",
-        *(() if exact else ("unseen",)),
-        "same top token",
-        "perplexity",
-        "pressed",
-    )
-    rows = table("text", right=right)
-    rows.add_column("")
-    for name, domain in domains.items():
-        worst = _worst([row.verdict for row in result.rows if row.domain == name])
-        rows.add_row(
-            name,
-            f"{domain['tokens']:,}",
-            f"{domain['kl']:.4f} ±{_half(domain['kl_interval']):.4f}",
-            *(() if exact else (f"{domain['unseen_mass']:.1%}",)),
-            f"{domain['top1_agreement']:.1%} ±{_half(domain['top1_interval']):.1%}",
-            f"{domain['source_perplexity']:.2f}",
-            f"{domain['candidate_perplexity']:.2f}",
-            _MARKS[worst],
-        )
-    stdout.print(rows)
-    stdout.print("KL in nats a token, ± half an interval", highlight=False)
-    if not exact:
-        stdout.print(
-            "KL ≥: a lower bound. unseen: the source's probability on tokens that not both servers named",
-            soft_wrap=True,
-        )
-
-
-def _half(interval: list[float]) -> float:
-    return (interval[1] - interval[0]) / 2
-
-
-def _worst(verdicts: list[Any]) -> str:
-    from moepress.evaluate.significance import worst
-
-    return worst(verdicts)
-
-
-def _show_drift(result: Evaluated, settings: Settings) -> None:
-    drift = result.sections["drift"]
-    stdout.print(f"\n[bold]drift[/bold]: {drift['prompts']} greedy texts of up to {drift['tokens']} tokens")
-    steps = [step for step in (16, 64, 256, 1024) if step <= settings.drift_tokens]
-    rows = table("source against", right=("parted", "half by", "same tokens", *(f"whole at {step}" for step in steps)))
-    for name, curve in (("itself, again", drift["noise"]), ("pressed", drift["candidate"])):
-        if curve is not None:
-            rows.add_row(
-                name,
-                f"{curve['diverged']} of {curve['pairs']}",
-                "–" if curve["median"] is None else f"token {curve['median']}",
-                f"{curve['token_agreement']:.1%}",
-                *(f"{_at(curve, step):.0%}" for step in steps),
-            )
-    stdout.print(rows)
-    for row in result.rows:
-        if row.task == "drift":
-            span = escape(f"[{row.interval.low:.4f}, {row.interval.high:.4f}]")
-            stdout.print(
-                f"divergence rate {row.candidate:.4f} a token, {row.interval.value:+.4f} {span} against its own, "
-                f"{row.bound:g} allowed {_MARKS[row.verdict]}",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-
-def _at(curve: dict[str, Any], position: int) -> float:
-    share = 1.0
-    for step, value in zip(curve["positions"], curve["surviving"], strict=True):
-        share = value if step <= position else share
-    return float(share)
-
-
-def _show_tool_calls(found: dict[str, Any]) -> None:
-    stdout.print()
-    steps = ("called", "json", "schema", "names", "correct")
-    rows = table("tool calls", "", right=("cases", *steps))
-    for kind, calls in found.items():
-        for side in ("source", "candidate"):
-            shares = [f"{calls[side][step]:.1%}" for step in steps]
-            rows.add_row(kind if side == "source" else "", _SIDES[side], str(calls["cases"]), *shares)
-    stdout.print(rows)
-    for kind, title in (("multi-turn", "turn"), ("stateful", "turn, tools that run")):
-        if kind not in found:
-            continue
-        turns = found[kind]
-        rows = table(title, right=tuple(str(entry["turn"]) for entry in turns["by_turn"]))
-        for side in ("source", "candidate"):
-            rows.add_row(f"right, {_SIDES[side]}", *(f"{entry[side]:.0%}" for entry in turns["by_turn"]))
-        for side in ("source", "candidate"):
-            curve = turns["survival"][side]
-            shares = [f"{_at(curve, entry['turn']):.0%}" for entry in turns["by_turn"]]
-            rows.add_row(f"no error so far, {_SIDES[side]}", *shares)
-        stdout.print(rows)
-
-
-def _show_scores(scores: list[Row]) -> None:
-    stdout.print()
-    cut = any(any(row.truncated) for row in scores)
-    rows = table("task", right=("n", "source", "pressed", "difference", "p", *(("cut off",) if cut else ())))
-    rows.add_column("")
-    for row in scores:
-        percent = row.better == "higher"
-        span = f"[{100 * row.interval.low:+.1f}, {100 * row.interval.high:+.1f}]"
-        rows.add_row(
-            row.task,
-            f"{row.samples:,}",
-            _figure(row.source, percent),
-            _figure(row.candidate, percent),
-            f"{row.interval.value:+.1%} {escape(span)}",
-            "" if row.test is None else f"{row.test.p:.3f}",
-            *((f"{row.truncated[0]}, {row.truncated[1]}",) if cut else ()),
-            _MARKS[row.verdict],
-        )
-    stdout.print(rows)
-    if any(row.test is not None for row in scores):
-        stdout.print("p: McNemar's exact test on the same prompts", highlight=False)
-
-
-def _figure(value: float | None, percent: bool) -> str:
-    if value is None:
-        return ""
-    return f"{value:.1%}" if percent else f"{value:.3f}"
-
-
-def _next(result: Evaluated, out: Path, baseline: str) -> str:
+def _next(result: Evaluated, out: Path, baseline: str, urls: str) -> str:
     """What to do with the verdict."""
     if result.verdict == "ACCEPT":
         return f"moepress report {out}"
     if result.verdict == "REGRESSION":
         return f"moepress fidelity {out} --source {baseline}"
     short = {row.task for row in result.rows if row.verdict == "NOT ENOUGH DATA"}
-    again = f"moepress evaluate {out} --baseline {baseline}"
+    again = f"moepress evaluate {out} --baseline {baseline}{urls}"
     if "fidelity" in short:
         return f"{again} --text prose=FILE --windows 64"
     if "drift" in short:

@@ -7,6 +7,7 @@ model's 0.05 is.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,17 @@ import pytest
 from typer.testing import CliRunner
 
 from moepress.cli import app
-from moepress.results import read_results
+from moepress.results import REPORT_NAME, read_results
 from tests.evaluate.conftest import EXAMPLES, Servers
 from tests.evaluate.tiny_cases import write_cases
 
 pytestmark = pytest.mark.slow
 
 HELDOUT = EXAMPLES / "tiny_kimi" / "heldout"
-SMALL = ("--windows", "16", "--length", "64", "--top-k", "256", "--drift-prompts", "6", "--drift-tokens", "24")
+SMALL = ("--windows", "16", "--length", "64", "--top-k", "256", "--drift-prompts", "16", "--drift-tokens", "16")
 BOUNDS = ("evaluation.max_kl=0.012", "evaluation.min_top1_agreement=0.85", "evaluation.max_perplexity_rise=0.03",
-          "evaluation.min_samples=30", "evaluation.max_tool_call_drop=0.15", "evaluation.max_truncated_share=0.3")  # fmt: skip
-
-
-pytestmark = pytest.mark.skip(reason="two of these fail since they were made smaller; open, see the design log")
+          "evaluation.max_drift_rate=0.1", "evaluation.min_samples=30",
+          "evaluation.max_tool_call_drop=0.15", "evaluation.max_truncated_share=0.3")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +65,27 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_source_against_itself_is_accepted(servers: Servers, answers: Path, cases: Path, tmp_path: Path) -> None:
     """Asked a second time, under another identity (a copy), so that nothing but the model makes them equal."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in servers.folders["fp8"].iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(servers.folders["fp8"], tmp_path / "copy", copy_function=shutil.copyfile)
     again = Servers({**servers.folders, "fp8-again": copy}, servers.served)
     words = ("--recipe", "kimi-k2-bf16", "--json")
     result = run(again, "fp8-again", answers, cases, *words, url=servers.served["fp8"].url)
     data = found(result)
     assert (result.exit_code, data["verdict"]) == (0, "ACCEPT"), [row["why"] for row in data["rows"]]
-    assert data["requests"]["asked"] > 200
+    texts, once = (
+        16 * 2 + 16,
+        28 + 4 * 3,
+    )  # windows of two domains, and prompts; cases and turns, which may take a reply each
+    assert data["requests"]["asked"] >= 2 * (texts + once) + 16, "both sides were asked, and the source's texts twice"
+    assert data["requests"]["from_cache"] == 0
     assert data["source"]["identity"] != data["candidate"]["identity"]
     for row in by_metric(data, "KL"):
         assert abs(row["candidate"]) < 1e-6
     for row in by_metric(data, "same top token"):
         assert row["candidate"] == 1
     assert data["drift"]["candidate"]["diverged"] == data["drift"]["noise"]["diverged"] == 0
+    (drift,) = by_metric(data, "divergence rate")
+    assert (drift["source"], drift["candidate"], drift["verdict"]) == (0, 0, "ACCEPT")
+    assert 0 < drift["interval"][1] < 0.1, "nothing parted, and that says something only about as much as was watched"
     (calls,) = by_metric(data, "all calls right")
     assert calls["mcnemar"] == {"only_source": 0, "only_candidate": 0, "p": 1.0}
     assert calls["source"] > 0.3, "a model that can do nothing has nothing to lose"
@@ -117,6 +121,8 @@ def test_damage_shows_in_its_order(servers: Servers, answers: Path, cases: Path)
     survival = data["tool_calls"]["multi-turn"]["survival"]
     assert survival["candidate"]["restricted_mean"] < survival["source"]["restricted_mean"]
     assert data["drift"]["candidate"]["restricted_mean"] < data["drift"]["noise"]["restricted_mean"]
+    (drift,) = by_metric(data, "divergence rate")
+    assert drift["verdict"] == "REGRESSION"
     assert data["next"].startswith("moepress fidelity")
 
 
@@ -139,26 +145,32 @@ def test_what_people_read(servers: Servers, answers: Path, cases: Path) -> None:
 
 
 def test_an_api_without_probabilities_costs_the_default_task_not_the_run(
-    servers: Servers, cases: Path, tmp_path: Path
+    servers: Servers, answers: Path, cases: Path, tmp_path: Path
 ) -> None:
+    """Under another digest the candidate has no kept answers, so its server is asked; the source's are there."""
     served = servers.served["erased"]
+    copy = shutil.copytree(servers.folders["erased"], tmp_path / "copy", copy_function=shutil.copyfile)
+    report = json.loads((copy / REPORT_NAME).read_text())
+    (copy / REPORT_NAME).write_text(json.dumps({**report, "again": True}))
+    servers = Servers({**servers.folders, "copy": copy}, {**servers.served, "copy": served})
     served.refuses = ("/generate",)
     try:
-        data = found(run(servers, "erased", tmp_path, cases, "--json", "--limit", "4"))
+        data = found(run(servers, "copy", answers, cases, "--json", "--limit", "4"))
         assert [entry["task"] for entry in data["skipped"]] == ["fidelity", "drift"]
         assert "the candidate's server refused: POST /generate: HTTP 400" in data["skipped"][0]["why"]
         assert [row["task"] for row in data["rows"]] == ["tool calls"]
-        asked_for = run(servers, "erased", tmp_path, cases, "--json", "--tasks", "fidelity")
+        asked_for = run(servers, "copy", answers, cases, "--json", "--tasks", "fidelity")
         assert "HTTP 400" in str(asked_for.exception)
     finally:
         served.refuses = ()
 
 
-def test_cut_off_answers_fail_the_task(servers: Servers, answers: Path, cases: Path, tmp_path: Path) -> None:
-    """With room for 6 tokens every answer of both is cut off: nothing can be said, and it is not accepted."""
-    data = found(run(servers, "int4", tmp_path, cases, "--json", "--tasks", "tool-calls", "--max-tokens", "6"))
+def test_cut_off_answers_fail_the_task(servers: Servers, cases: Path, tmp_path: Path) -> None:
+    """With room for 6 tokens every answer of both is cut off: nothing can be said, and no parser is to blame for it."""
+    words = ("--json", "--tasks", "tool-calls", "--max-tokens", "6", "--limit", "8")
+    data = found(run(servers, "int4", tmp_path, cases, *words))
     (row,) = data["rows"]
-    assert row["truncated"]["source"] > 15
+    assert row["truncated"] == {"source": 8, "candidate": 8}
     assert row["verdict"] == "NOT ENOUGH DATA"
     assert "--max-tokens is too low" in row["why"]
 
