@@ -61,11 +61,12 @@ def within(sglang_python: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def whole(sglang_python: Path, pressed: Path, source: Path) -> dict[str, Any]:
-    """In turn, as on GPUs that one model fills: three boots."""
+    """In turn, as on GPUs that one model fills: a boot of each side. More rounds, who is first, a second boot that holds
+    something else: `validation/test_speed.py`, `validation/test_loads.py`."""
     run = validate(
         sglang_python,
         *(pressed, "--baseline", source, "--cpu-lab", "--prompts", PROMPTS),
-        *("--concurrency", "1,4", "--rounds", "2", "--in-turn", "--json"),
+        *("--concurrency", "1,4", "--rounds", "1", "--in-turn", "--json"),
     )
     assert run.returncode == 0, run.stderr[-3000:] + run.stdout[-3000:]
     found: dict[str, Any] = json.loads(run.stdout)
@@ -108,7 +109,7 @@ def test_serving_adds_less_than_pressing(whole: dict[str, Any]) -> None:
 def test_every_tensor_is_loaded_and_memory_is_what_plan_predicts(whole: dict[str, Any]) -> None:
     after = whole["loads"]["after"]
     assert after["used"] + sum(after["excused"].values()) == after["tensors"] == whole["loads"]["before"]["tensors"]
-    assert whole["loads"]["unchanged"] is True, "the second boot holds the same parameters"
+    assert whole["loads"]["unchanged"] is None, "each side was booted once"
     rows = {row["component"]: row for row in whole["memory"]["rows"]}
     for name, row in rows.items():
         if name == "the server's own parameters":  # group indexes, which only an activation order would fill
@@ -125,13 +126,13 @@ def test_every_tensor_is_loaded_and_memory_is_what_plan_predicts(whole: dict[str
 
 def test_speed_comes_from_bench_serving_on_both_sides(whole: dict[str, Any]) -> None:
     speed = whole["speed"]
-    assert speed["workload"]["order"] == ["candidate", "baseline", "baseline", "candidate"]
+    assert speed["workload"]["order"] == ["candidate", "baseline"]
     boots = {name: len(server["boot_seconds"]) for name, server in whole["servers"].items()}
-    assert boots == {"candidate": 2, "baseline": 1}
+    assert boots == {"candidate": 1, "baseline": 1}
     assert [row["concurrency"] for row in speed["decode"]] == [1, 4]
     for row in speed["decode"]:
         for side in (row["candidate"], row["baseline"]):
-            assert len(side["decode"]["runs"]) == 2
+            assert len(side["decode"]["runs"]) == 1
             assert side["decode"]["max"] >= side["decode"]["value"] >= side["decode"]["min"] > 0
             assert side["ttft_p95"]["value"] >= side["ttft_p50"]["value"] > 0
             assert side["inter_token_p95"]["value"] >= side["inter_token_p50"]["value"] > 0

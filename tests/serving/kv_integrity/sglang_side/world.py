@@ -116,7 +116,7 @@ class World:
             req = self.waiting[0] if self.waiting else self._new_request(again=self.random.random() < 0.3)
             total = len(req.origin_input_ids) + len(req.output_ids)
             need += total + 2 * self.page_size
-            if self._room() < need:
+            if not self._fits(need):
                 break
             if self.waiting:
                 self.waiting.pop(0)
@@ -140,7 +140,7 @@ class World:
         if req is None:
             return False
         total = len(req.full_untruncated_fill_ids)
-        if self._room() < total - req.prefix_len + 2 * self.page_size:
+        if not self._fits(total - req.prefix_len + 2 * self.page_size):
             return self._end_chunked()
         end = total if self.random.random() < 0.6 else self.random.randrange(req.prefix_len + 1, total + 1)
         self._extend([(req, end)])
@@ -149,7 +149,7 @@ class World:
     def decode(self) -> bool:
         """One token for all, or some, of the running requests."""
         able = [req for req in self.live if req.kv.kv_allocated_len < self.context - 1]
-        if not able or self._room() < len(able) * self.page_size:
+        if not able or not self._fits(len(able) * self.page_size):
             return False
         if self.random.random() < 0.2:
             able = self.random.sample(able, self.random.randrange(1, len(able) + 1))
@@ -293,8 +293,14 @@ class World:
         held = self.allocator.available_size() + self.tree.evictable_size() + self.tree.protected_size()
         return self.allocator.size - held
 
-    def _room(self) -> int:
-        return self.allocator.available_size() + self.tree.evictable_size()
+    def _fits(self, tokens: int) -> bool:
+        """Whether so many can be had. In a suspect pool evicting may give back less than it counts: as the scheduler does
+        before a decode step, it is done first, and then looked at."""
+        available = self.allocator.available_size()
+        if self.watch.suspect and available < tokens:
+            self.tree.evict(EvictParams(num_tokens=tokens - available))
+            return self.allocator.available_size() >= tokens
+        return available + self.tree.evictable_size() >= tokens
 
     def _new_request(self, *, again: bool) -> Req:
         """With a prompt of its own behind a shared beginning, or `again` the last one's."""
