@@ -102,7 +102,18 @@ class Weights(Section):
         "mse",
         description="max: the largest weight of a group sets its scale; mse: the scale of least squared error is searched",
     )
+    signed_scales: bool = Field(
+        False,
+        description="a group's scale may be negative, which puts its largest positive weight on the code -8: less is lost, the "
+        "files are as large. Off, because no GPU kernel has been seen taking such scales; needs scale: mse",
+    )
     awq: Awq = Awq()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _signs_are_searched(self) -> Weights:
+        if self.signed_scales and self.scale != "mse":
+            raise ValueError(f"signed_scales needs scale: mse, which looks for the sign; scale is {self.scale}")
+        return self
 
     @model_validator(mode="after")
     def _something_to_smooth(self) -> Weights:
@@ -385,7 +396,11 @@ def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
     text, where = recipe_text(source)
     try:
         data = yaml.load(text, Loader=_StrictLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a number of ten thousand digits, or of brackets
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # also a number of ten thousand digits, or of brackets
         raise RecipeError([("(yaml)", " ".join(str(error).split()))], where=where) from error
     if not isinstance(data, dict):
         raise RecipeError([("(yaml)", f"a recipe is a mapping of fields, this is {_kind(data)}")], where=where)

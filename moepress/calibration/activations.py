@@ -82,6 +82,13 @@ class Activations:
             return
         self._transfer(os.pwritev, rows.to(device="cpu", dtype=self.dtype).contiguous(), start)
 
+    def copied(self, scratch: Scratch) -> Activations:
+        """The same rows in an array of their own."""
+        other = scratch.allocate(self.shape, self.dtype)
+        for row in range(len(self)):
+            other.write(row, self.read(row, row + 1))
+        return other
+
     def release(self) -> None:
         """Give the memory back, or delete the file. May be called twice."""
         if self._scratch is not None:

@@ -36,6 +36,7 @@ from moepress.calibration.decoder import CacheView, DecoderClasses
 from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, TapInputs, experts_forward, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock, LayerNames, expect_experts, load_experts
 from moepress.calibration.weights import WeightSource
+from moepress.quantize.products import Precision, products_in
 
 ExpertWeights = Callable[[range], ExpertBlock]
 """Gives the weights of consecutive experts of the open layer: the source's, or quantized ones."""
@@ -49,12 +50,14 @@ class RunSettings:
         batch_size: samples per forward call. Part of the result's last bits, so part of a run's fingerprint.
         device: where layers live and compute; activations stay in main memory or files.
         dtype: what layers compute in. Statistics are float32 whatever this says.
+        products: what float32 layers multiply in (`quantize.products`).
         expert_bytes: decoded experts held at once, in bytes of `dtype`; one expert is always held.
     """
 
     batch_size: int = 8
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    products: Precision = "float32"
     expert_bytes: int = 4 << 30
 
     def batches(self, samples: int) -> Iterator[tuple[int, int]]:
@@ -93,6 +96,12 @@ class Stream:
     def real(self, start: int, stop: int) -> torch.Tensor:
         """[stop − start, S] bool: which positions of these samples are tokens."""
         return torch.arange(self.hidden.shape[1])[None, :] < self.lengths[start:stop, None]
+
+    def copied(self, scratch: Scratch) -> Stream:
+        """The same samples in memory or files of their own."""
+        return Stream(
+            self.hidden.copied(scratch), self.lengths, None if self.topk is None else self.topk.copied(scratch)
+        )
 
     def release(self) -> None:
         """Give the memory or the files back."""
@@ -200,7 +209,8 @@ class OpenLayer:
             topk: [n, S, k] int32, carried from sparse attention's last indexer.
         """
         hidden = self._context.settings.on_device(hidden)
-        out = self.module(hidden, **self._position(hidden), **self._carried(topk))
+        with products_in(self._context.settings.products):
+            out = self.module(hidden, **self._position(hidden), **self._carried(topk))
         carried = None
         if self._context.classes.carries_topk:
             out, carried = out
@@ -262,7 +272,8 @@ class OpenLayer:
         settings = self._context.settings
         for experts in self.expert_blocks():
             block = (weights or self.load_experts)(experts).to(settings.device, settings.dtype)
-            experts_forward((x, expert, weight), order, block, out)
+            with products_in(settings.products):
+                experts_forward((x, expert, weight), order, block, out)
         return out
 
     def load_experts(self, experts: range, *, dtype: torch.dtype | None = None) -> ExpertBlock:
@@ -327,7 +338,8 @@ class OpenLayer:
             first, last = stream.first_token(start), stream.first_token(stop)
             x, expert, weight = (part.to(device) for part in routed.read(first, last))
             out = total.read(first, last).to(device, copy=True)
-            experts_forward((x, expert, weight), sort_by_expert(expert, routed.num_experts), block, out)
+            with products_in(self._context.settings.products):
+                experts_forward((x, expert, weight), sort_by_expert(expert, routed.num_experts), block, out)
             total.write(first, out)
 
     def _position(self, hidden: torch.Tensor) -> dict[str, Any]:

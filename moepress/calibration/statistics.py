@@ -34,7 +34,7 @@ import torch
 from moepress.calibration.expert_tap import RoutedTokens, expert_inner, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.errors import QuantizeError
-from moepress.quantize.hessian import add_gram, add_product, mirror
+from moepress.quantize.hessian import add_gram, add_product, all_finite, mirror
 
 TOKENS_PER_CHUNK = 16384
 
@@ -65,10 +65,12 @@ class PooledMoments:
     Attributes:
         tokens: their number.
         gram: [C, C] float32, Σ x̃ x̃ᵀ.
+        cross: [C, C] float32, Σ (x − x̃) x̃ᵀ, or None when no source was given.
     """
 
     tokens: int
     gram: torch.Tensor
+    cross: torch.Tensor | None = None
 
 
 def gate_up_moments(
@@ -129,23 +131,32 @@ def down_moments(
     return sums.finished("down")
 
 
-def pooled_moments(routed: RoutedTokens, *, device: str = "cpu") -> PooledMoments:
-    """Moments of all tokens of the layer: what experts with few tokens are shrunk towards.
+def pooled_moments(routed: RoutedTokens, *, source: RoutedTokens | None = None, device: str = "cpu") -> PooledMoments:
+    """Moments of all tokens of the layer: what experts with few tokens are shrunk towards, and `hessian: layer` uses alone.
+
+    Args:
+        routed: the tapped tokens of the run being quantized.
+        source: the same tokens in the source run; gives `cross`.
+        device: where to compute; the result is on it.
 
     Raises:
         QuantizeError: inputs that are not finite.
     """
     hidden = routed.x.shape[1]
     gram = torch.zeros(hidden, hidden, device=device)
+    cross = None if source is None else torch.zeros_like(gram)
     for start, stop in _chunks(len(routed)):
         x = routed.inputs(start, stop).to(device)
         add_gram(gram, x)
-    if not bool(torch.isfinite(gram).all()):
+        if cross is not None and source is not None:
+            difference = source.inputs(start, stop).to(device).float() - x.float()
+            add_product(cross, difference.to(x.dtype), x)
+    if not (all_finite(gram) and (cross is None or all_finite(cross))):
         raise QuantizeError(
             "the layer's inputs are not finite", hint="the source's weights or the forward pass overflow"
         )
     mirror(gram)
-    return PooledMoments(len(routed), gram)
+    return PooledMoments(len(routed), gram, cross)
 
 
 class _Sums:
@@ -174,7 +185,7 @@ class _Sums:
         for slot, expert in enumerate(self._experts):
             mirror(self._gram[slot])
             sums = [self._gram[slot], *([] if self._cross is None else [self._cross[slot]])]
-            if not all(bool(torch.isfinite(total).all()) for total in sums):
+            if not all(all_finite(total) for total in sums):
                 raise QuantizeError(
                     f"expert {expert}: the inputs of {what} are not finite ({int(self._tokens[slot])} tokens)",
                     hint="the source's weights or the forward pass overflow",

@@ -96,26 +96,30 @@ class SentInputs:
 
     Attributes:
         num_experts: routed experts of the layer.
-        pooled_tokens, pooled_gram: `statistics.PooledMoments`.
+        pooled_tokens, pooled_gram, pooled_cross: `statistics.PooledMoments`.
         norm: what the norm before the experts is divided by, [C]; None = nothing.
     """
 
     num_experts: int
     pooled_tokens: int
     pooled_gram: Sent
+    pooled_cross: Sent | None
     norm: Sent | None
 
     @classmethod
     def of(cls, inputs: LayerInputs) -> SentInputs:
         norm = None if inputs.ours.divisor is None else send(inputs.ours.divisor)
-        return cls(inputs.ours.num_experts, inputs.pooled.tokens, send(inputs.pooled.gram), norm)
+        pooled = inputs.pooled
+        cross = None if pooled.cross is None else send(pooled.cross)
+        return cls(inputs.ours.num_experts, pooled.tokens, send(pooled.gram), cross, norm)
 
     def with_tokens(self, ours: Sequence[Sent | None], source: Sequence[Sent | None], device: str) -> LayerInputs:
         """The whole again; the tokens (x, expert, weight) stay where they are."""
         mine = self._routed(ours)
         if mine is None:
             raise ValueError("a layer's inputs came without tokens")
-        pooled = PooledMoments(self.pooled_tokens, receive(self.pooled_gram).to(device))
+        cross = None if self.pooled_cross is None else receive(self.pooled_cross).to(device)
+        pooled = PooledMoments(self.pooled_tokens, receive(self.pooled_gram).to(device), cross)
         return LayerInputs(mine, self._routed(source), pooled)
 
     def _routed(self, tokens: Sequence[Sent | None]) -> RoutedTokens | None:

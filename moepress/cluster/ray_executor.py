@@ -160,7 +160,7 @@ class RayExecutor:
         return routed
 
     def press(
-        self, layer: OpenLayer, stream: Stream, inputs: LayerInputs, take: Callable[[PressedBlock], None]
+        self, layer: OpenLayer, stream: Stream | None, inputs: LayerInputs, take: Callable[[PressedBlock], None]
     ) -> None:
         small = ray.put(SentInputs.of(inputs))
         ours = self._share(inputs.ours)
@@ -177,7 +177,8 @@ class RayExecutor:
         place = f"layer {layer.index}, experts"
         for _, block in in_order(self._workers, ask, blocks, lambda e: f"{place} {e.start} to {e.stop - 1}"):
             take(block.received())
-        self._add(layer, stream, inputs.ours, True, held)
+        if stream is not None:
+            self._add(layer, stream, inputs.ours, True, held)
 
     def experts(
         self, layer: OpenLayer, stream: Stream, routed: RoutedTokens, finished: Callable[[range], ExpertBlock] | None

@@ -60,11 +60,12 @@ class Executor(Protocol):
         ...
 
     def press(
-        self, layer: OpenLayer, stream: Stream, inputs: LayerInputs, take: Callable[[PressedBlock], None]
+        self, layer: OpenLayer, stream: Stream | None, inputs: LayerInputs, take: Callable[[PressedBlock], None]
     ) -> None:
         """Quantizes all experts of a layer and adds the outputs of the quantized ones to the stream.
 
         Args:
+            stream: None where nobody reads on: no outputs are computed.
             take: is given the blocks in ascending order; when it returns, they are safe in files.
 
         Raises:
@@ -104,14 +105,18 @@ class InProcess:
         return layer.dense_part(stream)
 
     def press(
-        self, layer: OpenLayer, stream: Stream, inputs: LayerInputs, take: Callable[[PressedBlock], None]
+        self, layer: OpenLayer, stream: Stream | None, inputs: LayerInputs, take: Callable[[PressedBlock], None]
     ) -> None:
-        def pressed(experts: range) -> ExpertBlock:
+        def pressed(experts: range) -> PressedBlock:
             block = press_experts(layer, experts, inputs, self._recipe)
             take(block)
-            return block.dequantized()
+            return block
 
-        layer.experts(stream, inputs.ours, pressed)
+        if stream is not None:
+            layer.experts(stream, inputs.ours, lambda experts: pressed(experts).dequantized())
+            return
+        for experts in layer.expert_blocks():
+            pressed(experts)
 
     def experts(
         self, layer: OpenLayer, stream: Stream, routed: RoutedTokens, finished: Callable[[range], ExpertBlock] | None

@@ -26,7 +26,7 @@ from moepress.formats.sizes import tensor_parallel_problems
 from moepress.formats.storage import StoredWeight, resolve_storage
 from moepress.recipe import Recipe
 
-PRESS_VERSION = 1
+PRESS_VERSION = 2
 """Changes when the same recipe and source would press other bytes; then an old run cannot be resumed."""
 
 MAY_BE_THERE = (*KV_SCALES, "rotary_emb.inv_freq")
@@ -122,11 +122,21 @@ def make_plan(
         decisions=decisions,
         shards=shards,
         side_files=checkpoint.side_files,
-        warnings=checkpoint.warnings,
+        warnings=(*checkpoint.warnings, *_untried(recipe)),
         calibration=calibration,
         kv=kv,
         key=_key(fingerprint, recipe, description, shards, calibration, kv),
     )
+
+
+def _untried(recipe: Recipe) -> tuple[str, ...]:
+    """What the recipe asks for that no server is known to take."""
+    if recipe.weights.signed_scales:
+        return (
+            "weights.signed_scales: some scales will be negative; no GPU kernel has been seen taking them, so look at the "
+            "answers (moepress validate, moepress evaluate) before relying on the result",
+        )
+    return ()
 
 
 def check_census(checkpoint: Checkpoint, storage: dict[str, StoredWeight]) -> None:

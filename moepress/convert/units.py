@@ -173,9 +173,8 @@ class _Weight:
         outcome: Quantized | Kept | Folded = Kept(reason) if fold is None else Folded(reason, fold.bands)
         if self.decision.action == "quantize" and self.fidelity is not None:
             weights = recipe.weights
-            outcome = Quantized(
-                f"{weights.algorithm}-{weights.scale}", Grid(weights.num_bits, weights.group_size), self.fidelity
-            )
+            grid = Grid(weights.num_bits, weights.group_size, weights.signed_scales)
+            outcome = Quantized(f"{weights.algorithm}-{weights.scale}", grid, self.fidelity)
         return {
             "action": self.decision.action,
             "source_xxh3": xxhash.xxh3_128_hexdigest("".join(self.digests).encode()),

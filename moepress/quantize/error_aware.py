@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from moepress.errors import QuantizeError
-from moepress.quantize.hessian import shrinkage
+from moepress.quantize.hessian import all_finite, shrinkage
 
 _RIDGES = (0.1, 1.0, 10.0)
 
@@ -54,21 +54,43 @@ def error_aware_target(
         QuantizeError: statistics that are not finite, or a Hessian that no ridge makes positive definite.
     """
     pull = (weight @ cross).mul_(strength * (1 - shrinkage(tokens, cross.shape[0])))
-    if not bool(pull.isfinite().all()):
+    moved, ridge_frac = _solved(pull, hessian, cross)
+    change = float(moved.norm() / weight.norm().clamp_min(1e-30))
+    return Target(weight + moved, ridge_frac, change)
+
+
+def layer_correction(cross: torch.Tensor, hessian: torch.Tensor, tokens: int) -> torch.Tensor:
+    """C (H̃ + ρI)⁻¹ of all the layer's tokens, shrunk twice: W′ = W + W · this, for every expert's gate and up.
+
+    Args:
+        cross: float32 [C, C], the mean over the layer's tokens.
+        hessian: float32 [C, C], their H̃.
+        tokens: how many both have seen.
+
+    Returns:
+        float32 [C, C].
+
+    Raises:
+        QuantizeError: as `error_aware_target`.
+    """
+    return _solved(cross * (1 - shrinkage(tokens, cross.shape[0])) ** 2, hessian, cross)[0]
+
+
+def _solved(pull: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """pull (H̃ + ρI)⁻¹ with the least ρ that serves, and its fraction of H̃'s mean diagonal. pull: float32 [R, C]."""
+    if not all_finite(pull):
         raise QuantizeError(
             f"{int((~cross.isfinite()).sum()):,} values of Σ(x − x̃)x̃ᵀ are not finite", where="error_aware_target"
         )
     if not bool(pull.any()):  # nothing to make up for; a Hessian of zeros (a dead layer) must not stop this
-        return Target(weight, 0.0, 0.0)
+        return pull, 0.0
     mean = hessian.diagonal().mean()
     for ridge_frac in _RIDGES:
         ridged = hessian.clone()
         ridged.diagonal().add_(mean * ridge_frac)
         lower, info = torch.linalg.cholesky_ex(ridged)
         if int(info) == 0 and bool(lower.diagonal().isfinite().all()):
-            moved = torch.cholesky_solve(pull.t(), lower).t()
-            change = float(moved.norm() / weight.norm().clamp_min(1e-30))
-            return Target(weight + moved, ridge_frac, change)
+            return torch.cholesky_solve(pull.t(), lower).t(), ridge_frac
     raise QuantizeError(
         f"the Hessian is not positive definite with a ridge of {_RIDGES[-1]} of its mean diagonal {float(mean):g}",
         where="error_aware_target",

@@ -45,7 +45,8 @@ from moepress.quantize.gptq_batched import (
 )
 from moepress.quantize.gptq_kernel import round_block
 from moepress.quantize.grid import Grid, QuantizedWeight, usable_scales
-from moepress.quantize.polish import MoveCodes, move_codes_compiled, move_codes_plain, polish
+from moepress.quantize.polish import COMPILED, PLAIN, Moves, polish, refit_plain
+from moepress.quantize.products import exact_products
 from moepress.quantize.rounding_kernel import group_peaks, refuse_not_finite
 from moepress.quantize.rtn import Scale, measure, rtn
 from moepress.quantize.scale_search import search_scales
@@ -131,11 +132,10 @@ def gptq(
         return _gptq_on_device(weight, hessian, grid, scale, passes, ladder, reference)
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(experts, rows, grid.groups(columns), dtype=torch.bfloat16)
-    shared = side_by_side(lambda h: factorize(h, ladder), [hessian])[0] if hessian.ndim == 2 else None
+    at_once = threads or torch.get_num_threads()
 
-    def one(e: int) -> tuple[Outcome, Fidelity]:
-        own = hessian if shared is not None else hessian[e]
-        factor = factorize(own, ladder) if shared is None else shared
+    def one(e: int, factor: Factor | Unfactorable) -> tuple[Outcome, Fidelity]:
+        own = hessian if hessian.ndim == 2 else hessian[e]
         into = QuantizedWeight(codes[e], scales[e], grid, ())
         try:
             outcome = _quantize_expert(weight[e].contiguous(), own, factor, scale, passes, into)
@@ -143,9 +143,19 @@ def gptq(
             raise QuantizeError(error.what, where=f"expert {e} of the stack", hint=error.hint) from error
         return outcome, measure(reference[e].contiguous(), codes[e], scales[e])
 
-    done = side_by_side(one, range(experts), threads)
+    done = []
+    shared = _factorized([hessian], ladder, 1) if hessian.ndim == 2 else []
+    for first in range(0, experts, at_once):  # all of one kind of product at a time: the switch is the process's
+        some = range(first, min(first + at_once, experts))
+        factors = shared * len(some) or _factorized([hessian[e] for e in some], ladder, at_once)
+        done += side_by_side(lambda each: one(*each), list(zip(some, factors, strict=True)), at_once)
     fidelity = tuple(each for _, each in done)
     return GptqResult(QuantizedWeight(codes, scales, grid, fidelity), tuple(outcome for outcome, _ in done))
+
+
+def _factorized(hessians: Sequence[torch.Tensor], ladder: Sequence[float], threads: int) -> list[Factor | Unfactorable]:
+    with exact_products():
+        return side_by_side(lambda h: factorize(h, ladder), hessians, threads)
 
 
 def _check(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> None:
@@ -184,9 +194,7 @@ def _gptq_on_device(
     if passes:
         codes_t, scales_t = codes.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous()
         target = weight.transpose(1, 2).contiguous()
-        loss, sum_sq, done = polish(
-            target, stacked, shift, loss, passes, grid, codes_t, scales_t, _move_codes_for(weight)
-        )
+        loss, sum_sq, done = polish(target, stacked, shift, loss, passes, grid, codes_t, scales_t, _moves_for(weight))
         codes, scales = codes_t.transpose(1, 2).contiguous(), scales_t.transpose(1, 2).contiguous()
     stored = scales.to(torch.bfloat16)
     undamped: list[float] = (loss - shift * sum_sq).tolist()
@@ -212,12 +220,12 @@ def _round_block_for(weight: torch.Tensor) -> RoundBlock:
     return round_block_triton
 
 
-def _move_codes_for(weight: torch.Tensor) -> MoveCodes:
+def _moves_for(weight: torch.Tensor) -> Moves:
     if not runs_triton(weight):
-        return move_codes_plain
+        return PLAIN
     from moepress.quantize.triton_polish import move_codes_triton
 
-    return move_codes_triton
+    return Moves(refit_plain, move_codes_triton)
 
 
 def _quantize_expert(
@@ -247,7 +255,7 @@ def _quantize_expert(
             into.grid,
             codes[None],
             scales[None],
-            move_codes_compiled,
+            COMPILED,
         )
         damped_loss, sum_sq = after.item(), left.item()
     into.codes.copy_(codes.t())

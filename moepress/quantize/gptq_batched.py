@@ -147,7 +147,7 @@ def scales_batched(weight: torch.Tensor, importance: torch.Tensor, grid: Grid, s
     if scale == "max":
         peaks = weight.reshape(experts, rows, -1, width).abs().amax(-1)
         return usable_scales(peaks / grid.half_range)
-    if runs_triton(weight):
+    if runs_triton(weight) and not grid.signed_scales:
         from moepress.quantize.triton_scales import search_scales_triton
 
         return search_scales_triton(weight.contiguous(), importance, grid)

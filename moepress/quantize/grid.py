@@ -8,6 +8,8 @@ zero point: servers take symmetric experts only.
     s    = bf16(max|w| / ((2^b − 1) / 2))                b = 4: max|w| / 7.5, the convention of compressed-tensors
     q    = clamp(w / s, qmin, qmax) rounded half to even, the division in float32
 
+With ``signed_scales`` a group may have s < 0: the same grid mirrored, codes from 8 |s| down to −7 |s|.
+
 Dividing by 7.5 spends the range evenly on both signs: a largest weight of +7.5 s is cut to 7 and one of −7.5 s rounds
 to −8, half a step off either way.
 
@@ -46,6 +48,7 @@ class Grid:
     Args:
         num_bits: bits per code, 3 to 8.
         group_size: columns that share one scale: 32, 64, 128, or −1 for a whole row.
+        signed_scales: a scale may be negative, which puts a group's largest positive weight on the code −8.
 
     Raises:
         QuantizeError: for any other value.
@@ -53,6 +56,7 @@ class Grid:
 
     num_bits: int = 4
     group_size: int = 32
+    signed_scales: bool = False
 
     def __post_init__(self) -> None:
         if not 3 <= self.num_bits <= 8:
@@ -104,7 +108,7 @@ class QuantizedWeight:
 
     Args:
         codes: int8 [..., R, C], each in ``grid.qmin`` … ``grid.qmax``.
-        scales: bfloat16 [..., R, C / group width], each a positive normal number.
+        scales: bfloat16 [..., R, C / group width], each a normal number, positive unless ``grid.signed_scales``.
         grid: the grid they are on.
         fidelity: error sums against the source, one for each of the [R, C] matrices in the stack, in order.
     """

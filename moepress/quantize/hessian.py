@@ -66,6 +66,11 @@ def mirror(total: torch.Tensor) -> None:
         total[first + _PANEL :, block] = total[block, first + _PANEL :].t()
 
 
+def all_finite(values: torch.Tensor) -> bool:
+    """No NaN and no infinity: their sum would not be finite either. One pass without a copy, unless the sum overflows."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
 def shrinkage(tokens: int, columns: int) -> float:
     """λ = C / (n + C): 1 without tokens, ½ with as many as columns."""
     return columns / (tokens + columns)

@@ -19,14 +19,16 @@ block of columns keeps its scale.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from moepress.quantize.grid import SMALLEST_SCALE, Grid
-from moepress.quantize.polish_kernel import move_codes
+from moepress.quantize.polish_kernel import move_codes, refit_group
 
 MoveCodes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, Grid, torch.Tensor], torch.Tensor]
+Refit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Grid], tuple[torch.Tensor, torch.Tensor]]
 
 _BLOCK = 128
 _WORTH = 1e-3
@@ -94,7 +96,7 @@ def polish(
     grid: Grid,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    move: MoveCodes = move_codes_plain,
+    moves: Moves | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Lower the loss of every expert's codes and scales in place.
 
@@ -107,11 +109,12 @@ def polish(
         grid: bits.
         codes: int8 [E, C, R], contiguous, in and out.
         scales: float32 [E, G, R], contiguous, in and out; values stay BF16 numbers.
-        move: what moves a block's codes.
+        moves: what refits a block's scales and moves its codes; plain torch when not given.
 
     Returns:
         Loss after and Σ D² after, float64 [E], and the passes made.
     """
+    moves = moves or PLAIN
     experts, columns, _ = target.shape
     width = columns // scales.shape[1]
     delta = shift.float()
@@ -122,23 +125,23 @@ def polish(
         for start in range(0, columns, _BLOCK):
             block = slice(start, min(start + _BLOCK, columns))
             rows_of_h = hessian[:, block].expand(experts, -1, -1)
-            gradient = torch.bmm(rows_of_h, left).add_(left[:, block] * delta[:, None, None])
+            gradient = torch.bmm(rows_of_h, left).addcmul_(left[:, block], delta[:, None, None])
             corner = rows_of_h[:, :, block].clone()
             corner.diagonal(dim1=1, dim2=2).add_(delta[:, None])
             steps, which = torch.empty_like(gradient), scales[:, start // width : (block.stop - 1) // width + 1]
             if width <= _BLOCK:
-                change, fell = _refit(gradient, corner, codes[:, block], which)
+                change, fell = moves.refit(gradient, corner, codes[:, block], which, grid)
                 left[:, block] += change
                 loss = loss - fell
-            loss = loss - move(gradient, corner, codes[:, block], which, min(width, columns), grid, steps)
+            loss = loss - moves.codes(gradient, corner, codes[:, block], which, min(width, columns), grid, steps)
             left[:, block] += steps
         if float((before - loss).sum()) < _WORTH * float(loss.sum()):
             break
     return loss, left.square_().sum((1, 2), dtype=torch.float64), done
 
 
-def _refit(
-    gradient: torch.Tensor, h: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+def refit_plain(
+    gradient: torch.Tensor, h: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, grid: Grid
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Refit the scales of a block that holds its groups whole.
 
@@ -146,6 +149,7 @@ def _refit(
         gradient: float32 [E, B, R], P; kept up to date.
         h: float32 [E, B, B]; codes: int8 [E, B, R].
         scales: float32 [E, g, R], in and out.
+        grid: whether scales may be negative.
 
     Returns:
         The change of D [E, B, R], and how much the loss fell, float64 [E].
@@ -158,13 +162,50 @@ def _refit(
         q, s = codes[:, mine].float(), scales[:, g]
         slope = (q * gradient[:, mine]).sum(1)
         bend = torch.bmm(h[:, mine, mine], q).mul_(q).sum(1)
-        moved = (s + torch.where(bend > 0, slope / bend, 0.0)).clamp_min(0).to(torch.bfloat16).float()
+        moved = (s + torch.where(bend > 0, slope / bend, 0.0)).to(torch.bfloat16).float()
         step = moved - s
         gain = step * (2 * slope - step * bend)
-        taken = (gain > 0) & (moved >= SMALLEST_SCALE)
+        taken = (gain > 0) & ((moved.abs() if grid.signed_scales else moved) >= SMALLEST_SCALE)
         step = torch.where(taken, step, 0.0)
         change[:, mine] = q.mul_(-step[:, None])
         gradient.baddbmm_(h[:, :, mine], change[:, mine])
         s += step
         fell += torch.where(taken, gain, 0.0).sum(1, dtype=torch.float64)
     return change, fell
+
+
+def refit_compiled(
+    gradient: torch.Tensor, h: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, grid: Grid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``refit_plain`` on the CPU, expert by expert; sums over a group's columns go in their order."""
+    width = codes.shape[1] // scales.shape[1]
+    change = torch.empty_like(gradient)
+    fell = []
+    for e in range(len(gradient)):
+        gained = 0.0
+        for g in range(scales.shape[1]):
+            mine = slice(g * width, (g + 1) * width)
+            products = torch.mm(h[e, mine, mine], codes[e, mine].float())
+            gained += refit_group(
+                gradient[e, mine].numpy(),
+                products.numpy(),
+                codes[e, mine].numpy(),
+                scales[e, g].numpy(),
+                change[e, mine].numpy(),
+                grid.signed_scales,
+            )
+            gradient[e].addmm_(h[e, :, mine], change[e, mine])
+        fell.append(gained)
+    return change, torch.tensor(fell, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The two kinds of steps of a pass, in one of their forms."""
+
+    refit: Refit
+    codes: MoveCodes
+
+
+PLAIN = Moves(refit_plain, move_codes_plain)
+COMPILED = Moves(refit_compiled, move_codes_compiled)

@@ -1,4 +1,4 @@
-"""Moving the codes of one block of columns on the CPU: the sequential heart of polish.py, compiled.
+"""Moving the codes of one block of columns on the CPU, and refitting a group's scales: the heart of polish.py, compiled.
 
 Layout as in gptq_kernel.py: [column, row], tiles of ``LANES`` rows. Columns are visited in order; what earlier
 columns of the block have moved reaches a column's gradient when it is its turn, so each tile's sums stay in the
@@ -17,6 +17,7 @@ Doubles = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int8]
 
 LANES = 256
+SMALLEST_SCALE = np.float32(2.0**-126)
 TO_INTEGER = np.float32(12582912.0)  # 1.5 · 2^23: adding and subtracting it rounds half to even
 
 
@@ -98,4 +99,57 @@ def move_codes(
             _move_column(codes[k, here], scales[k // width, here], sums, h[k, k], limits, tile[k], gained)
             steps[k, here] = tile[k]
         total += gained.sum()
+    return total
+
+
+@kernel
+def refit_group(
+    gradient: Floats, products: Floats, codes: Codes, scales: Floats, change: Floats, signed: bool
+) -> float:
+    """The best scale of a group in every row, given its codes and all that is outside the group.
+
+    Args:
+        gradient: float32 [width, R], P of the group's columns; read only.
+        products: float32 [width, R], h q of the group's columns and codes.
+        codes: int8 [width, R].
+        scales: float32 [R], BF16 numbers, in and out.
+        change: float32 [width, R], written: new D minus old D.
+        signed: a scale may become negative.
+
+    Returns:
+        How much tr(D (H + δI) Dᵀ) fell, ≥ 0.
+    """
+    width, rows = codes.shape
+    total = 0.0
+    slope, bend = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    moved = np.empty(LANES, np.float32)
+    bits = moved.view(np.int32)
+    for start in range(0, rows, LANES):
+        count = min(LANES, rows - start)
+        here = slice(start, start + count)
+        slope[:] = np.float32(0.0)
+        bend[:] = np.float32(0.0)
+        for k in range(width):
+            q, p, hq = codes[k, here], gradient[k, here], products[k, here]
+            for lane in range(count):
+                code = np.float32(q[lane])
+                slope[lane] += code * p[lane]
+                bend[lane] += code * hq[lane]
+        s = scales[here]
+        for lane in range(count):
+            moved[lane] = s[lane] + (slope[lane] / bend[lane] if bend[lane] > 0 else np.float32(0.0))
+        for lane in range(count):  # to BF16, half to even: the sign bit is above what is added
+            bits[lane] = (bits[lane] + np.int32(0x7FFF) + ((bits[lane] >> 16) & 1)) & np.int32(-65536)
+        for lane in range(count):
+            step = moved[lane] - s[lane]
+            gain = step * (np.float32(2.0) * slope[lane] - step * bend[lane])
+            size = abs(moved[lane]) if signed else moved[lane]
+            taken = gain > 0 and size >= SMALLEST_SCALE
+            slope[lane] = step if taken else np.float32(0.0)
+            total += np.float64(gain) if taken else 0.0
+            s[lane] = s[lane] + slope[lane]
+        for k in range(width):
+            q, d = codes[k, here], change[k, here]
+            for lane in range(count):
+                d[lane] = np.float32(q[lane]) * -slope[lane]
     return total

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moepress.quantize.grid import ZERO_GROUP_SCALE, Grid, usable_scales
-from moepress.quantize.rounding_kernel import Floats, Indices, Ints, search_groups
+from moepress.quantize.rounding_kernel import Floats, Indices, Ints, Limits, search_groups
 
 if TYPE_CHECKING:
     import torch
@@ -57,20 +57,31 @@ def search_scales(w: Floats, h: Floats, peaks: Floats, groups_per_row: int, grid
         grid: bits.
 
     Returns:
-        float32 [N], newly allocated; every value a positive normal BF16 number. Independent of how rows are split
-        into calls.
+        float32 [N], newly allocated; every value a normal BF16 number, positive unless the grid has signed scales.
+        Independent of how rows are split into calls.
     """
-    count = w.shape[0]
     limits = (np.float32(grid.qmin), np.float32(grid.qmax))
+    scales, errors = _searched(w, h, peaks, grid, limits)
+    if grid.signed_scales:  # codes of a negative scale are those of the positive one, mirrored
+        mirrored, less = _searched(w, h, peaks, grid, (-limits[1], -limits[0]))
+        better = less < errors
+        np.copyto(scales, -mirrored, where=better)
+        np.copyto(errors, less, where=better)
+    again = _off_grid_groups_of_on_grid_rows(errors, peaks, h, groups_per_row, grid)
+    if again.size:
+        search_groups(w, h, again, peaks, *on_grid_divisors(grid), limits, scales, errors)
+    return scales
+
+
+def _searched(w: Floats, h: Floats, peaks: Floats, grid: Grid, limits: Limits) -> tuple[Floats, Floats]:
+    """Scales > 0 and errors, float32 [N] each, with codes within ``limits``."""
+    count = w.shape[0]
     scales = np.full(count, ZERO_GROUP_SCALE, np.float32)
     errors = np.full(count, np.inf, np.float32)
     divisors = candidate_divisors(grid)
     every = np.arange(count, dtype=np.int64)
     search_groups(w, h, every, peaks, divisors, np.zeros(divisors.size, np.int32), limits, scales, errors)
-    again = _off_grid_groups_of_on_grid_rows(errors, peaks, h, groups_per_row, grid)
-    if again.size:
-        search_groups(w, h, again, peaks, *on_grid_divisors(grid), limits, scales, errors)
-    return scales
+    return scales, errors
 
 
 def _off_grid_groups_of_on_grid_rows(
@@ -104,14 +115,21 @@ def search_scales_plain(w: torch.Tensor, h: torch.Tensor, groups_per_row: int, g
     scales = torch.full_like(peaks, ZERO_GROUP_SCALE)
     errors = torch.full_like(peaks, torch.inf)
     divisors = torch.from_numpy(candidate_divisors(grid)).tolist()
-    _try_candidates(columns, importance, peaks, [(d, 0) for d in divisors], grid, scales, errors)
+    limits = (grid.qmin, grid.qmax)
+    _try_candidates(columns, importance, peaks, [(d, 0) for d in divisors], limits, scales, errors)
+    if grid.signed_scales:
+        mirrored, less = torch.full_like(peaks, ZERO_GROUP_SCALE), torch.full_like(peaks, torch.inf)
+        other = (-grid.qmax, -grid.qmin)
+        _try_candidates(columns, importance, peaks, [(d, 0) for d in divisors], other, mirrored, less)
+        scales = torch.where(less < errors, -mirrored, scales)
+        errors = torch.where(less < errors, less, errors)
     weights = h.sum(1, dtype=torch.float64).repeat(len(w) // len(h))
     again = off_grid_groups_plain(errors, peaks, weights, groups_per_row, grid)
     if len(again):
         candidates = list(zip(*(array.tolist() for array in on_grid_divisors(grid)), strict=True))
         some_scales, some_errors = scales[again], errors[again]
         _try_candidates(
-            columns[:, again], importance[:, again], peaks[again], candidates, grid, some_scales, some_errors
+            columns[:, again], importance[:, again], peaks[again], candidates, limits, some_scales, some_errors
         )
         scales[again] = some_scales
     return scales
@@ -140,7 +158,7 @@ def _try_candidates(
     h: torch.Tensor,
     peaks: torch.Tensor,
     candidates: list[tuple[float, int]],
-    grid: Grid,
+    limits: tuple[int, int],
     scales: torch.Tensor,
     errors: torch.Tensor,
 ) -> None:
@@ -152,7 +170,7 @@ def _try_candidates(
         inverse = 1 / s
         error = torch.zeros_like(errors)
         for weights, importance in zip(w, h, strict=True):
-            d = weights - (weights * inverse).clamp(grid.qmin, grid.qmax).round() * s
+            d = weights - (weights * inverse).clamp(*limits).round() * s
             error += importance * (d * d)
         better = error < errors
         scales.copy_(torch.where(better, s, scales))

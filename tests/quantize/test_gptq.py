@@ -22,7 +22,7 @@ from moepress.quantize.gptq_batched import round_block_plain
 from moepress.quantize.gptq_kernel import round_block
 from moepress.quantize.grid import Grid
 from moepress.quantize.hessian import gate_up_target, shrink
-from moepress.quantize.polish import move_codes_compiled, move_codes_plain
+from moepress.quantize.polish import move_codes_compiled, move_codes_plain, refit_compiled, refit_plain
 from moepress.quantize.rtn import rtn
 from tests.quantize.gptq_cases import correlated_hessian, experts, loss, textbook_gptq
 
@@ -153,6 +153,30 @@ def test_triton_block_agrees_bit_for_bit() -> None:
         expected = round_block_plain(target, scales, upper, feedback.clone(), Grid(4, 32))
         for mine, plain in zip(round_block_triton(*on, Grid(4, 32)), expected, strict=True):
             torch.testing.assert_close(mine.cpu(), plain, rtol=1e-9 if plain.dtype == torch.float64 else 0, atol=0)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_refitting_scales_agrees_with_torch(signed: bool) -> None:
+    g = torch.Generator().manual_seed(5)
+    grid = Grid(4, 32, signed)
+    x = torch.randn(2, 256, 128, generator=g)
+    h = x.mT @ x / 256
+    codes = torch.randint(-8, 8, (2, 128, 300), generator=g, dtype=torch.int8)
+    gradient = torch.randn(2, 128, 300, generator=g) * 0.3
+    scales = (torch.randn(2, 4, 300, generator=g) * 0.05).bfloat16().float()  # some far from best, some negative
+    scales = scales if signed else scales.abs()
+    done = []
+    for refit in (refit_plain, refit_compiled):
+        s, p = scales.clone(), gradient.clone()
+        done.append((*refit(p, h, codes, s, grid), s, p))
+    (change, fell, s, p), (other, other_fell, other_s, other_p) = done
+    assert (s == other_s).float().mean() > 0.99  # a sum in another order may round to the neighbouring BF16 number
+    torch.testing.assert_close(fell, other_fell, rtol=1e-4, atol=0)
+    torch.testing.assert_close(p, other_p, rtol=0, atol=1e-3 * float(p.abs().max()))
+    torch.testing.assert_close(change, other, rtol=0, atol=1e-2 * float(change.abs().max()))
+    assert torch.equal(other_s, other_s.bfloat16().float())
+    assert (other_s != scales).float().mean() > 0.9
+    assert bool((other_s < 0).any()) == signed
 
 
 def test_one_by_one_is_the_stack_at_any_thread_count() -> None:

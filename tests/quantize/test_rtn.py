@@ -246,3 +246,15 @@ def test_kernels_work_where_the_package_is_read_only(tmp_path: Path) -> None:
         run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         assert run.stdout.split() == [str(7 * 64), str(cache_hits)]
+
+
+@pytest.mark.parametrize("group", [32, 128, -1])
+def test_scales_of_either_sign_agree_with_torch_and_lose_less(group: int) -> None:
+    w = weight(64, 512)
+    fast, plain = rtn(w, Grid(4, group, True), scale="mse"), rtn_plain(w, Grid(4, group, True), scale="mse")
+    assert torch.equal(fast.codes, plain.codes)
+    assert torch.equal(fast.scales.view(torch.int16), plain.scales.view(torch.int16))
+    positive = rtn(w, Grid(4, group), scale="mse")
+    assert fast.fidelity[0].sum_sq_error < (0.97 if group == 32 else 1.0) * positive.fidelity[0].sum_sq_error
+    mirrored = rtn(-w, Grid(4, group, True), scale="mse")
+    assert torch.equal(mirrored.dequantize(), -fast.dequantize())

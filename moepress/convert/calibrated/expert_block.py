@@ -23,10 +23,11 @@ from moepress.calibration.layer_fill import ExpertBlock
 from moepress.calibration.statistics import InputMoments, PooledMoments, down_moments, gate_up_moments
 from moepress.quantize.awq import search_down, smooth_up_down
 from moepress.quantize.decision import Decision, Quantized
-from moepress.quantize.error_aware import error_aware_target
+from moepress.quantize.error_aware import error_aware_target, layer_correction
 from moepress.quantize.gptq import gptq
 from moepress.quantize.grid import Grid, QuantizedWeight
 from moepress.quantize.hessian import down_target, gate_up_target, shrink, shrinkage
+from moepress.quantize.products import products_in
 from moepress.quantize.rtn import rtn
 from moepress.quantize.side_by_side import side_by_side
 from moepress.recipe import Recipe
@@ -78,7 +79,12 @@ def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pres
     Raises:
         QuantizeError: weights or inputs that are not finite, named by expert.
     """
-    grid = Grid(recipe.weights.num_bits, recipe.weights.group_size)
+    with products_in(recipe.calibration.precision):
+        return _press_block(block, inputs, recipe)
+
+
+def _press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> PressedBlock:
+    grid = Grid(recipe.weights.num_bits, recipe.weights.group_size, recipe.weights.signed_scales)
     if inputs.ours.divisor is not None:
         block = replace(block, gate_up=block.gate_up * inputs.ours.divisor.to(block.gate_up.device))
     alphas: dict[int, float] = {}
@@ -128,6 +134,11 @@ def _gate_up(
     calibration = recipe.calibration
     if "gptq" not in recipe.weights.algorithm:
         return _round(block.gate_up, grid, recipe)
+    pooled = _mean(inputs.pooled.gram, inputs.pooled.tokens).to(block.gate_up.device)
+    if calibration.hessian == "layer":  # nothing of an expert's own: one factor and one correction for all
+        counts = inputs.ours.tokens_per_expert()
+        aim = _aim_by_layer(block.gate_up, pooled, inputs.pooled)
+        return _sweep(block.gate_up, aim, pooled, [counts[expert] for expert in block.experts], grid, recipe)
     moments = gate_up_moments(
         inputs.ours,
         block.experts,
@@ -135,16 +146,12 @@ def _gate_up(
         router_weighted=calibration.router_weighted,
         device=str(block.gate_up.device),
     )
-    pooled = _mean(inputs.pooled.gram, inputs.pooled.tokens).to(block.gate_up.device)
-    hessians = pooled
-    if calibration.hessian != "layer":
-        target = gate_up_target(pooled)
-        for slot, tokens in enumerate(moments.tokens.tolist()):
-            own = _mean(moments.gram[slot], float(moments.mass[slot]))
-            trusted = calibration.hessian == "expert" and tokens > 0
-            moments.gram[slot] = own if trusted else shrink(own, target, tokens)
-        hessians = moments.gram
-    return _sweep(block.gate_up, hessians, moments, grid, recipe)
+    target = gate_up_target(pooled)
+    for slot, tokens in enumerate(moments.tokens.tolist()):
+        own = _mean(moments.gram[slot], float(moments.mass[slot]))
+        trusted = calibration.hessian == "expert" and tokens > 0
+        moments.gram[slot] = own if trusted else shrink(own, target, tokens)
+    return _sweep(block.gate_up, _aim(block.gate_up, moments), moments.gram, moments.tokens.tolist(), grid, recipe)
 
 
 def _down(
@@ -165,22 +172,18 @@ def _down(
         own = _mean(moments.gram[slot], float(moments.mass[slot]))
         trusted = calibration.hessian == "expert" and tokens > 0
         moments.gram[slot] = own if trusted else shrink(own, down_target(own, tokens, 1.0), tokens)
-    return _sweep(block.down, moments.gram, moments, grid, recipe)
+    return _sweep(block.down, _aim(block.down, moments), moments.gram, moments.tokens.tolist(), grid, recipe)
 
 
 def _sweep(
-    weight: torch.Tensor, hessians: torch.Tensor, moments: InputMoments, grid: Grid, recipe: Recipe
+    weight: torch.Tensor, aim: _Aim, hessians: torch.Tensor, tokens_each: list[int], grid: Grid, recipe: Recipe
 ) -> tuple[QuantizedWeight, list[dict[str, Any]]]:
-    """Error-aware targets and GPTQ for [B, R, C]; ``hessians`` are means, shrunk."""
-    target, changes = weight, [0.0] * len(weight)
-    if moments.cross is not None:
-        target, changes = _aim(weight, hessians, moments)
+    """GPTQ of [B, R, C] towards its targets; ``hessians`` are means, shrunk, [B, C, C] or one [C, C] for all."""
     calibration = recipe.calibration
-    result = gptq(target, hessians, grid, scale=recipe.weights.scale, passes=calibration.passes, source=weight)
+    result = gptq(aim.target, hessians, grid, scale=recipe.weights.scale, passes=calibration.passes, source=weight)
     columns = weight.shape[-1]
     notes = []
-    for slot, decision in enumerate(result.decisions()):
-        tokens = int(moments.tokens[slot])
+    for slot, (decision, tokens) in enumerate(zip(result.decisions(), tokens_each, strict=True)):
         own = calibration.hessian == "expert" and tokens > 0
         notes.append(
             {
@@ -188,31 +191,62 @@ def _sweep(
                 "method": recipe.weights.algorithm if isinstance(decision, Quantized) else decision.as_json()["method"],
                 "tokens": tokens,
                 "shrinkage": 0.0 if own else shrinkage(tokens, columns),
-                "target_change": round(changes[slot], 6),
+                "target_change": round(aim.changes[slot], 6),
             }
         )
     return result.weight, notes
 
 
-def _aim(weight: torch.Tensor, hessians: torch.Tensor, moments: InputMoments) -> tuple[torch.Tensor, list[float]]:
-    """Error-aware targets [B, R, C] and how far each is from its weight; one BLAS thread an expert, so that the number
-    of threads changes no bit."""
-    target = torch.empty_like(weight)
+@dataclass(frozen=True)
+class _Aim:
+    """What GPTQ aims at: targets [B, R, C], and how far each is from its weight."""
+
+    target: torch.Tensor
+    changes: list[float]
+
+
+def _aim(weight: torch.Tensor, moments: InputMoments) -> _Aim:
+    """Error-aware targets from moments whose ``gram`` is the shrunk mean by now; the weights without cross moments.
+
+    One BLAS thread an expert, so that the number of threads changes no bit.
+    """
+    if moments.cross is None:
+        return _Aim(weight, [0.0] * len(weight))
+    target, cross = torch.empty_like(weight), moments.cross
 
     def one(slot: int) -> float:
-        assert moments.cross is not None  # noqa: S101 (asked by the caller)
         tokens = int(moments.tokens[slot])
         aimed = error_aware_target(
             weight[slot],
-            _mean(moments.cross[slot], float(moments.mass[slot])),
-            hessians if hessians.ndim == 2 else hessians[slot],
+            _mean(cross[slot], float(moments.mass[slot])),
+            moments.gram[slot],
             tokens,
             strength=1 - shrinkage(tokens, weight.shape[-1]),  # with few tokens the correction is mostly noise
         )
         target[slot] = aimed.weight
         return aimed.change
 
-    return target, side_by_side(one, range(len(weight)), None if weight.device.type == "cpu" else 1)
+    return _Aim(target, side_by_side(one, range(len(weight)), _threads(weight)))
+
+
+def _aim_by_layer(weight: torch.Tensor, hessian: torch.Tensor, pooled: PooledMoments) -> _Aim:
+    """Error-aware targets by one correction for all experts; ``hessian``: the mean over the layer's tokens."""
+    if pooled.cross is None:
+        return _Aim(weight, [0.0] * len(weight))
+    cross = _mean(pooled.cross, pooled.tokens).to(weight.device)
+    correction = side_by_side(lambda c: layer_correction(c, hessian, pooled.tokens), [cross], 1)[0]
+    target = torch.empty_like(weight)
+
+    def one(slot: int) -> float:
+        moved = weight[slot] @ correction
+        torch.add(weight[slot], moved, out=target[slot])
+        return float(moved.norm() / weight[slot].norm().clamp_min(1e-30))
+
+    return _Aim(target, side_by_side(one, range(len(weight)), _threads(weight)))
+
+
+def _threads(weight: torch.Tensor) -> int | None:
+    return None if weight.device.type == "cpu" else 1
 
 
 def _round(weight: torch.Tensor, grid: Grid, recipe: Recipe) -> tuple[QuantizedWeight, list[dict[str, Any]]]:

@@ -1,7 +1,9 @@
 """Calibrated conversion: layer by layer, each one's experts quantized on what the quantized layers before it give.
 
-    embed ─► layer 0 ─► layer 1 ─► …                      source run x        (with error-aware targets)
-    embed ─► layer 0 ─► [tap] experts → integers ─► …     quantized run x̃
+    embed ─► layer 0 ─┬► layer 1 ─► …                      source run x        (with error-aware targets)
+                      └► [tap] experts → integers ─► …     quantized run x̃
+
+Up to the first experts that are quantized both runs are one, and computed once.
 
 For every layer: attention, router and shared experts of both runs; statistics of the tapped tokens; a block of experts at a
 time into integers, and straight into the layer's shards; then the experts' outputs with the integers just made, so that the next
@@ -15,7 +17,9 @@ numbers of a run that was never stopped come out, because nothing of a layer dep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,31 @@ from moepress.formats.families import expert_count, text_config
 from moepress.formats.int4 import unpack_int4
 from moepress.quantize.awq import smoothed_hessian
 from moepress.quantize.grid import Grid, dequantize
+from moepress.quantize.products import products_in
+
+
+@dataclass
+class _Runs:
+    """The quantized run, and the source run beside it once they differ.
+
+    Attributes:
+        ours: the quantized run.
+        wants_source: somebody looks at the source run.
+        source: the source run; None while it is the same as ours, or nobody looks at it.
+    """
+
+    ours: Stream
+    wants_source: bool
+    source: Stream | None = None
+
+    def streams(self) -> list[Stream]:
+        """Those that there are."""
+        return [self.ours] if self.source is None else [self.ours, self.source]
+
+    def each(self, following: Callable[[Stream], Stream]) -> _Runs:
+        """New runs that go on from these."""
+        source = None if self.source is None else following(self.source)
+        return _Runs(following(self.ours), self.wants_source, source)
 
 
 class CalibratedLayers:
@@ -116,20 +145,17 @@ class CalibratedLayers:
             Scratch(folder, memory_bytes=recipe.calibration.activations_memory) as scratch,
         ):
             model = StreamedModel(self.checkpoint.config, weights, scratch, settings)
-            ours = model.embed(self.samples.token_ids)
-            source = model.embed(self.samples.token_ids) if self._error_aware or measured else None
+            runs = _Runs(model.embed(self.samples.token_ids), self._error_aware or bool(measured))
             for index in range(min(model.num_layers, work[-1] + 1)):
-                self._layer(model, index, ours, source)
+                self._layer(model, index, runs)
             if work[-1] >= model.num_layers:
-                for stream in filter(None, (ours, source)):
+                for stream in runs.streams():
                     model.finish(stream)
                 for index in model.mtp_layers:
-                    mine = mtp_stream(model, index, self.samples.token_ids, ours)
-                    theirs = mtp_stream(model, index, self.samples.token_ids, source) if source else None
-                    self._layer(model, index, mine, theirs)
-                    mine.release()
-                    if theirs is not None:
-                        theirs.release()
+                    mtp = runs.each(partial(mtp_stream, model, index, self.samples.token_ids))
+                    self._layer(model, index, mtp)
+                    for stream in mtp.streams():
+                        stream.release()
         if folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
 
@@ -138,44 +164,52 @@ class CalibratedLayers:
         recipe = self.plan.recipe
         return recipe.calibration.error_aware and "gptq" in recipe.weights.algorithm
 
-    def _layer(self, model: StreamedModel, index: int, ours: Stream, source: Stream | None) -> None:
+    def _layer(self, model: StreamedModel, index: int, runs: _Runs) -> None:
         self.watcher.layer(index, "press" if index in self.shards and index not in self.done else "follow")
         with model.open_layer(index) as layer:
-            if self.kv is not None and source is not None:
-                self.kv.measure(layer, source)
-            theirs = self.executor.dense(layer, source) if source is not None else None
-            mine = self.executor.dense(layer, ours)
-            if mine is not None:
-                if index not in self.shards:
-                    self.executor.experts(layer, ours, mine, None)
-                elif index in self.done:
-                    seen = self._as_the_written_norm_gives(model, index, mine)
-                    finished = partial(read_back, self.journal.out, self.plan, index)
-                    self.executor.experts(layer, ours, seen, finished)
-                else:
-                    self._press(layer, index, ours, mine, theirs if self._error_aware else None, model.source)
-                mine.release()
-            if theirs is not None and source is not None:
-                if index < min(self._last, model.num_layers):  # nobody reads what comes out of the last one
-                    self.executor.experts(layer, source, theirs, None)
-                theirs.release()
+            if self.kv is not None and runs.wants_source:
+                self.kv.measure(layer, runs.source or runs.ours)
+            theirs = self.executor.dense(layer, runs.source) if runs.source is not None else None
+            mine = self.executor.dense(layer, runs.ours)
+            if mine is None:
+                return
+            read_on = index < min(self._last, model.num_layers)  # nobody reads what comes out of the last one
+            if index in self.shards and runs.wants_source and runs.source is None:
+                runs.source, theirs = runs.ours.copied(model.scratch), mine
+            if index not in self.shards:
+                self.executor.experts(layer, runs.ours, mine, None)
+            elif index in self.done:
+                seen = self._as_the_written_norm_gives(model, index, mine)
+                finished = partial(read_back, self.journal.out, self.plan, index)
+                self.executor.experts(layer, runs.ours, seen, finished)
+            else:
+                beside = theirs if self._error_aware and theirs is not mine else None
+                self._press(layer, index, runs.ours if read_on else None, mine, beside, model.source)
+            if theirs is not None and runs.source is not None and read_on:
+                self.executor.experts(layer, runs.source, theirs, None)
+            for routed in filter(None, {id(mine): mine, id(theirs): theirs}.values()):
+                routed.release()
 
     def _press(
         self,
         layer: OpenLayer,
         index: int,
-        stream: Stream,
+        stream: Stream | None,
         mine: RoutedTokens,
         theirs: RoutedTokens | None,
         weights: WeightSource,
     ) -> None:
-        """Quantizes the layer's experts block by block, and writes them as they come."""
-        pooled = pooled_moments(mine, device=self.device)
+        """Quantizes the layer's experts block by block, and writes them as they come. `stream`: None if nobody reads on."""
+        with products_in(self.plan.recipe.calibration.precision):
+            one_for_all = self.plan.recipe.calibration.hessian == "layer"
+            pooled = pooled_moments(mine, source=theirs if one_for_all else None, device=self.device)
         with LayerShards(self.shards[index], self.plan, self.journal, self.watcher) as writer:
             if self.plan.recipe.smooths_norms:
                 factors = self._rescale(index, pooled, weights, writer)
                 mine, theirs = mine.smoothed(factors), None if theirs is None else theirs.smoothed(factors)
-                pooled = PooledMoments(pooled.tokens, smoothed_hessian(pooled.gram, factors.to(pooled.gram.device)))
+                on_device = factors.to(pooled.gram.device)
+                cross = None if pooled.cross is None else smoothed_hessian(pooled.cross, on_device)
+                pooled = PooledMoments(pooled.tokens, smoothed_hessian(pooled.gram, on_device), cross)
 
             def take(block: PressedBlock) -> None:
                 for expert, projection, codes, scales in matrices(block):
@@ -190,7 +224,7 @@ class CalibratedLayers:
         recipe = self.plan.recipe
         readers = [name for (layer, _, p), name in self.names.items() if layer == index and p != "down_proj"]
         hessian = pooled.gram * (2 / max(pooled.tokens, 1))
-        grid = Grid(recipe.weights.num_bits, recipe.weights.group_size)
+        grid = Grid(recipe.weights.num_bits, recipe.weights.group_size, recipe.weights.signed_scales)
         plans = [weight for shard in self.shards[index] for weight in shard.weights if weight.action == "rescale"]
         try:
             found = find_norm_scales(weights, readers, hessian, grid, recipe.weights.scale)
@@ -215,7 +249,8 @@ class CalibratedLayers:
 def run_settings(checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = "cpu") -> RunSettings:
     """How the plan's recipe runs layers of this checkpoint."""
     recipe, text = plan.recipe, text_config(plan.family, checkpoint.config)
-    dtype = getattr(torch, recipe.calibration.precision)
+    precision = recipe.calibration.precision
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     held = block_bytes(
         recipe, int(text["hidden_size"]), inner_size(text), expert_count(text), memory=device_memory(device)
     )
@@ -223,6 +258,7 @@ def run_settings(checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = 
         batch_size=recipe.calibration.batch_size,
         device=device,
         dtype=dtype,
+        products=precision,
         expert_bytes=held * dtype.itemsize // torch.float32.itemsize,
     )
 

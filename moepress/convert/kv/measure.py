@@ -44,7 +44,12 @@ def measure_source(
     if not kv.missing:
         return
     calibration = kv.plan.recipe.calibration
-    settings = RunSettings(batch_size=calibration.batch_size, device=device, expert_bytes=calibration.memory)
+    settings = RunSettings(
+        batch_size=calibration.batch_size,
+        device=device,
+        products=calibration.precision,
+        expert_bytes=calibration.memory,
+    )
     folder = journal.state / "scratch"
     with (
         CheckpointWeights(checkpoint) as weights,

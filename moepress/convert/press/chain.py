@@ -42,7 +42,7 @@ def quantize(piece: Piece, reader: TensorReader, recipe: Recipe, scratch: Scratc
     """
     stored = piece.decision.stored
     rows, columns = piece.last - piece.first, stored.shape[1]
-    grid = Grid(recipe.weights.num_bits, recipe.weights.group_size)
+    grid = Grid(recipe.weights.num_bits, recipe.weights.group_size, recipe.weights.signed_scales)
     packed = np.empty((rows, (columns + 7) // 8), np.int32)
     scales = np.empty((rows, grid.groups(columns)), np.uint16)
     source = _Source(piece, reader, scratch)

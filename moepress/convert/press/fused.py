@@ -55,7 +55,7 @@ def fused_int4(piece: Piece, reader: TensorReader, recipe: Recipe, scratch: Scra
     """
     stored = piece.decision.stored
     columns = stored.shape[1]
-    grid = Grid(recipe.weights.num_bits, recipe.weights.group_size)
+    grid = Grid(recipe.weights.num_bits, recipe.weights.group_size, recipe.weights.signed_scales)
     if grid.num_bits != 4 or columns % 8 or piece.last == piece.first:
         return None
     source = _Rows.of(piece, reader, scratch)
