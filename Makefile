@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   ?= demo-out
 
-.PHONY: demo test test-fast style bench sglang-cpu sglang-if-possible vllm-cpu lm-eval clean
+.PHONY: demo test test-fast style bench sglang-cpu sglang-if-possible vllm-cpu lm-eval docs docs-serve audit sbom clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -65,5 +65,21 @@ lm-eval: .venv-lm-eval/.installed  ## lm-eval 0.4.13 in an environment of its ow
 bench: $(VENV)/.installed  ## side by side with the peers; writes JSON under benchmarks/results
 	$(BIN)/python benchmarks/run_all.py
 
+docs: $(VENV)/.installed  ## the site into site/: reference pages from the code, every link checked
+	$(BIN)/python docs/generate
+	$(BIN)/mkdocs build
+
+docs-serve: $(VENV)/.installed  ## the site on 127.0.0.1:8000, rebuilt while you write
+	$(BIN)/mkdocs serve
+
+audit: $(VENV)/.installed  ## known vulnerabilities of the pinned versions; fails where the advisory service cannot be asked
+	$(BIN)/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip \
+		$$(sed -n 's/^\([A-Z][A-Za-z0-9-]*\) .*/--ignore-vuln \1/p' requirements/audit-exceptions.txt)
+
+sbom: $(VENV)/.installed  ## CycloneDX bill of materials of what the wheel needs at run time, in dist/
+	mkdir -p dist
+	$(BIN)/python requirements/runtime.py | \
+		$(BIN)/cyclonedx-py requirements - --pyproject pyproject.toml --output-file dist/moepress.cdx.json
+
 clean:
-	rm -rf $(VENV) $(DEMO) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) site dist build .pytest_cache .mypy_cache .ruff_cache

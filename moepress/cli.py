@@ -28,6 +28,7 @@ from moepress.commands import (
     report,
     run,
     serve,
+    sign,
     stopping,
     validate,
     verify,
@@ -49,7 +50,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Look": (doctor.doctor, inspect.inspect, plan.plan),
     "Press": (pull.pull, convert.convert, run.run),
     "Prove": (verify.verify, fidelity.fidelity, validate.validate, evaluate.evaluate),
-    "Ship": (serve.serve, report.report, card.card, publish.publish),
+    "Ship": (serve.serve, report.report, card.card, sign.sign, publish.publish),
 }
 for panel, commands in COMMANDS.items():
     for command in commands:

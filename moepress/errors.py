@@ -21,10 +21,11 @@ class MoepressError(Exception):
     Args:
         what: one sentence, the fact that is wrong, with its numbers.
         where: the file, tensor, field or option it is about.
-        hint: what to do next, best a command that can be pasted.
+        hint: what to do next, best a command that can be pasted; without one the kind's usual hint is shown.
     """
 
     exit_code = 2
+    usual_hint = "the command's --help says what each option takes; moepress doctor looks at this machine"
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(what)
@@ -36,21 +37,31 @@ class MoepressError(Exception):
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
-        if self.hint:
-            lines.append(f"  hint:  {self.hint}")
+        lines.append(f"  hint:  {self.hint or self.usual_hint}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, object]:
         """The same facts for ``--json``."""
-        return {"error": type(self).__name__, "what": self.what, "where": self.where, "hint": self.hint}
+        return {
+            "error": type(self).__name__,
+            "what": self.what,
+            "where": self.where,
+            "hint": self.hint or self.usual_hint,
+        }
 
 
 class FormatError(MoepressError):
     """Bytes that are not what their format says: headers, shards, indexes, scales, packed words."""
 
+    usual_hint = "download the file again and compare its SHA-256 with the publisher's; if moepress wrote it, that is a bug of ours"
+
 
 class CheckpointError(MoepressError):
     """A checkpoint as a whole is incomplete, contradictory, or of a kind we do not know."""
+
+    usual_hint = (
+        "compare the folder with the publisher's: moepress pull ID DIR checks every file, and fetches what differs"
+    )
 
 
 class RecipeError(MoepressError):
@@ -59,6 +70,8 @@ class RecipeError(MoepressError):
     Args:
         problems: (field path, message) pairs, in the recipe's order.
     """
+
+    usual_hint = "moepress recipes show NAME prints a whole recipe, moepress recipes schema its JSON schema"
 
     def __init__(
         self, problems: Sequence[tuple[str, str]], *, where: str | None = None, hint: str | None = None
@@ -80,17 +93,27 @@ class RecipeError(MoepressError):
 class PlanRefused(MoepressError):
     """The plan cannot work: refused before anything is read or written."""
 
+    usual_hint = "change that, then ask again without any work: moepress plan SRC --recipe NAME"
+
 
 class QuantizeError(MoepressError):
     """A tensor that cannot be quantized: NaN or inf in the source, an impossible shape."""
+
+    usual_hint = (
+        "moepress inspect SRC shows what the source holds; with another source or recipe the same command goes on"
+    )
 
 
 class ConvertError(MoepressError):
     """A conversion stopped. What was finished stays; the message says how to resume."""
 
+    usual_hint = "run the same command again: finished shards are kept"
+
 
 class VerifyFailed(MoepressError):
     """The output was checked and is not right."""
+
+    usual_hint = "moepress verify OUT --source SRC lists everything that is off"
 
     exit_code = 1
 
@@ -98,13 +121,19 @@ class VerifyFailed(MoepressError):
 class ServingError(MoepressError):
     """The server could not be started, died, or did not answer. Says the cause that its log gives."""
 
+    usual_hint = "the server's log says more; moepress doctor looks at its environment"
+
 
 class HubError(MoepressError):
     """The Hub refused, could not be reached, or sent what is not what it announced. What arrived whole stays."""
 
+    usual_hint = "run the same command again: what arrived whole is kept"
+
 
 class EvaluateError(MoepressError):
     """An evaluation could not be done: a server that does not answer, data that is not there, a sandbox that does not hold."""
+
+    usual_hint = "run the same command again: answers that were given are kept"
 
 
 class ServerDied(ServingError):

@@ -20,6 +20,9 @@ from moepress import __version__
 from moepress.errors import MoepressError
 
 REPORT_NAME = "moepress_report.json"
+SIGNATURE_NAME = "model.sig"
+"""A signature over what `convert` wrote (`publish.signing`); published with the weights where there is one."""
+
 RESULTS_FOLDER = Path(".moepress") / "results"
 
 

@@ -78,6 +78,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("moepress serve /models/Kimi-K2-INT4", "run it here"),
     ),
     "report": (("moepress report /models/Kimi-K2-INT4", "one HTML page beside the output"),),
+    "sign": (
+        ("moepress sign /models/Kimi-K2-INT4 --key press.pem", "model.sig beside the weights"),
+        ("moepress verify /models/Kimi-K2-INT4 --signed-by press.pem.pub", "whoever got a copy checks it"),
+    ),
     "card": (("moepress card /models/Kimi-K2-INT4", "the model card as it would be published"),),
     "publish": (
         (

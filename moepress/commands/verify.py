@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,14 +30,31 @@ def verify(
             help="The other side of a prefill/decode pair: the KV scales must be its own.",
         ),
     ] = None,
+    signed_by: Annotated[
+        Path | None,
+        typer.Option("--signed-by", metavar="KEY.pub", help="Public key: OUT's signature must be this key's, and fit."),
+    ] = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Re-read OUT with safetensors and compressed-tensors, compare every tensor with SRC; exit 1 if anything is off."""
     from moepress import api
 
+    signature = None
+    if signed_by is not None:
+        from moepress.publish.signing import check_signature
+
+        signature = check_signature(out, signed_by)
     with VerifyProgress(quiet=as_json) as progress:
         result = api.verify(out, source, same_kv_as=same_kv_as, threads=threads, watcher=progress)
+    if signature is not None:
+        says = f"{len(signature.signed)} files are signed by {signed_by}" if not signature.problems else ""
+        extra = f"; not covered: {', '.join(signature.unsigned)}" if signature.unsigned and says else ""
+        result = replace(
+            result,
+            problems=(*signature.problems, *result.problems),
+            checked=(*result.checked, *([says + extra] if says else [])),
+        )
     keep(
         out,
         "verify",

@@ -30,7 +30,7 @@ from moepress.formats.sources import TEMPORARY_SUFFIX
 from moepress.hub.listing import RemoteFile, checksum_of, git_blob_sha1
 from moepress.publish.gate import Publishable
 from moepress.recipe import MAX_SHARD_BYTES
-from moepress.results import REPORT_NAME
+from moepress.results import REPORT_NAME, SIGNATURE_NAME
 
 CARD_NAME = "README.md"
 SCORES = ".eval_results"
@@ -90,6 +90,8 @@ def stage(publishable: Publishable, card: str, scores: Mapping[str, bytes] | Non
         _write(own / name, data)
     side = [name for name in report["side_files"] if name not in NOT_SENT and not name.startswith(f"{SCORES}/")]
     paths = {name: out / name for name in (*report["shards"], *side, CONFIG_NAME, INDEX_NAME, REPORT_NAME)}
+    if (out / SIGNATURE_NAME).is_file():
+        paths[SIGNATURE_NAME] = out / SIGNATURE_NAME
     _refuse_strangers(out, {*paths, *report["side_files"]})
     paths |= {name: own / name for name in made}
     files = {name: _sent(name, paths[name], report["shards"].get(name)) for name in sorted(paths)}

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from moepress.convert.receipts import PUBLISHED_RECEIPTS, published_receipts
 from moepress.errors import ConvertError
 from moepress.formats.sealed_json import content_digest, seal_problem
+from moepress.results import SIGNATURE_NAME
 from moepress.verify.findings import Findings
 
 INDEX = "model.safetensors.index.json"
@@ -121,7 +122,7 @@ def check_side_files(output: OutputFiles, source: Path, names: tuple[str, ...], 
             findings.problem(name, "a side file of the source that the output lacks")
         elif not filecmp.cmp(source / name, output.folder / name, shallow=False):
             findings.problem(name, "differs from the source's")
-    known = {*names, *output.shards, "config.json", INDEX, REPORT} | replaced
+    known = {*names, *output.shards, "config.json", INDEX, REPORT, SIGNATURE_NAME} | replaced
     known |= {PUBLISHED_RECEIPTS} if published else set()
     for path in sorted(output.folder.rglob("*")):
         relative = path.relative_to(output.folder).as_posix()
