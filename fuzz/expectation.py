@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fuzz.small import BLOCK, GROUP, bf16
+from fuzz.small import GROUP, INDEX, bf16
 
+SCALES = ("weight_scale_inv", "weight_scale", "scale")
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 _E4M3 = np.array(
@@ -32,7 +33,9 @@ _E4M3 = np.array(
 def read(folder: Path) -> Tensors:
     """Every tensor of a folder's shards, by hand: dtype, shape, bytes. The last of equal names wins, as in most readers."""
     found: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    index = folder / INDEX
+    listed = json.loads(index.read_text("utf-8-sig"))["weight_map"].values() if index.is_file() else ()
+    for path in sorted(folder / name for name in set(listed)) or sorted(folder.glob("*.safetensors")):
         raw = path.read_bytes()
         start = 8 + int.from_bytes(raw[:8], "little")
         for name, entry in json.loads(raw[8:start]).items():
@@ -42,15 +45,19 @@ def read(folder: Path) -> Tensors:
     return found
 
 
-def expected(source: Tensors, layout: str) -> Tensors:
-    """The output's tensors."""
+def expected(source: Tensors, layout: str, config: dict[str, Any]) -> Tensors:
+    """The output's tensors. ``config``: the source's, for the size of an FP8 block."""
+    declared = config.get("quantization_config")
+    block = declared.get("weight_block_size") if isinstance(declared, dict) else None
     out: Tensors = {}
     for name, (dtype, shape, data) in source.items():
-        if name.endswith(("weight_scale_inv", "weight_scale")) and f"{name.rpartition('.')[0]}.weight" in source:
-            continue
         module, _, last = name.rpartition(".")
+        if last in SCALES and f"{module}.weight" in source:
+            continue
+        if last == "input_scale" and ".experts." in name and f"{module}.weight" in source:
+            continue  # of static activations, which a packed weight does not have
         if last == "weight" and ".experts." in name:
-            out |= _pressed(module, _values(source, name), shape)
+            out |= _pressed(module, _values(source, name, block), shape)
         elif dtype == "F8_E4M3":
             scale = _scale(source, module)
             out[name] = (dtype, shape, data)
@@ -63,7 +70,7 @@ def expected(source: Tensors, layout: str) -> Tensors:
 
 
 def _scale(source: Tensors, module: str) -> tuple[str, tuple[int, ...], bytes]:
-    return next(source[f"{module}.{suffix}"] for suffix in ("weight_scale_inv", "weight_scale") if f"{module}.{suffix}" in source)
+    return next(source[f"{module}.{suffix}"] for suffix in SCALES if f"{module}.{suffix}" in source)
 
 
 def numbers(dtype: str, data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -76,7 +83,7 @@ def numbers(dtype: str, data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.frombuffer(data, kinds[dtype]).astype(np.float32)
 
 
-def _values(source: Tensors, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _values(source: Tensors, name: str, block: list[int] | None) -> np.ndarray[Any, np.dtype[np.float32]]:
     dtype, shape, data = source[name]
     values = numbers(dtype, data).reshape(shape)
     if dtype != "F8_E4M3":
@@ -84,13 +91,9 @@ def _values(source: Tensors, name: str) -> np.ndarray[Any, np.dtype[np.float32]]
     scale_dtype, scale_shape, scale_data = _scale(source, name.removesuffix(".weight"))
     scale = numbers(scale_dtype, scale_data)
     rows, columns = shape
-    if len(scale_shape) == 2 and scale_shape == (-(-rows // BLOCK), -(-columns // BLOCK)) and scale_shape[1] > 1 or scale_shape == (1, 1):
-        spread = scale.reshape(scale_shape).repeat(BLOCK, 0)[:rows].repeat(BLOCK, 1)[:, :columns]
-    elif scale.size == rows:
-        spread = scale.reshape(rows, 1)
-    else:
-        spread = scale.reshape(scale_shape).repeat(BLOCK, 0)[:rows].repeat(BLOCK, 1)[:, :columns]
-    return values * spread
+    if block is None or (scale.size == rows and scale_shape != (-(-rows // block[0]), -(-columns // block[1]))):
+        return values * scale.reshape(-1, 1)  # by row, or one for all
+    return values * scale.reshape(scale_shape).repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
 
 
 def _pressed(module: str, w: np.ndarray[Any, np.dtype[np.float32]], shape: tuple[int, ...]) -> Tensors:

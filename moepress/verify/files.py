@@ -47,7 +47,10 @@ def read_output(folder: Path, findings: Findings) -> OutputFiles | None:
     index = _json(folder / INDEX, findings)
     if config is None or index is None:
         return None
-    on_disk = sorted(path.name for path in folder.glob("*.safetensors"))
+    on_disk = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
+    for path in folder.glob("*.safetensors"):
+        if path.name not in on_disk:
+            findings.problem(path.name, "is no regular file")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         findings.problem(INDEX, "has no weight_map")
@@ -81,7 +84,8 @@ def read_output(folder: Path, findings: Findings) -> OutputFiles | None:
     for name in tensors:
         if name not in weight_map:
             findings.problem(name, f"in {tensors[name][0]}, not in the index")
-    claimed = (index.get("metadata") or {}).get("total_size")
+    metadata = index.get("metadata")
+    claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
     if claimed != total:
         findings.problem(INDEX, f"total_size is {claimed}, the tensors have {total} bytes")
     report = _json(folder / REPORT, findings) or {}
@@ -93,7 +97,8 @@ def read_output(folder: Path, findings: Findings) -> OutputFiles | None:
 
 def check_checksums(output: OutputFiles, shard: str, findings: Findings) -> None:
     """SHA-256 and size of one shard against the report and its receipt."""
-    expected = (output.report.get("shards") or {}).get(shard)
+    checksums = output.report.get("shards")
+    expected = checksums.get(shard) if isinstance(checksums, dict) else None
     receipt = output.receipts.get(shard)
     digest = hashlib.sha256()
     with (output.folder / shard).open("rb", buffering=0) as file:
@@ -179,6 +184,9 @@ def _receipts(folder: Path, findings: Findings) -> dict[str, dict[str, Any]]:
 
 
 def _json(path: Path, findings: Findings) -> dict[str, Any] | None:
+    if path.exists() and not path.is_file():  # a pipe would wait for its writer
+        findings.problem(path.name, "is no regular file")
+        return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -6,6 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,7 +82,9 @@ def verify(
         raise CheckpointError("no such folder", where=str(out))
     findings = Findings()
     checkpoint = open_checkpoint(source) if source is not None else None
-    output = read_output(out, findings)
+    output = None
+    with findings.examining(str(out)):
+        output = read_output(out, findings)
     checked: list[str] = []
     if output is not None:
         checked += _check(output, checkpoint, findings, threads or os.cpu_count() or 1, watcher)
@@ -102,7 +105,7 @@ def _check(
     output: OutputFiles, source: Checkpoint | None, findings: Findings, threads: int, watcher: Watcher
 ) -> list[str]:
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        list(pool.map(lambda shard: check_checksums(output, shard, findings), output.shards))
+        list(pool.map(partial(_checksums, output, findings), output.shards))
         checked = [
             f"{len(output.shards)} shards: index, headers and SHA-256 agree with {len(output.receipts)} receipts"
         ]
@@ -131,6 +134,11 @@ def _check(
         with findings.examining(REPORT):
             checked.append(_compare_weights(output, source, storage, family, findings, pool, watcher))
     return checked
+
+
+def _checksums(output: OutputFiles, findings: Findings, shard: str) -> None:
+    with findings.examining(shard):
+        check_checksums(output, shard, findings)
 
 
 def _compare_weights(
