@@ -241,6 +241,16 @@ def _cost(fidelity: Mapping[str, Any] | None, evaluate: Mapping[str, Any] | None
             f"On {kinds}, the next-token distribution moved by {kl} nats a token (KL), and {same} % of the most likely "
             "tokens are the same."
         )
+    domains = list(((evaluate or {}).get("fidelity") or {}).values())
+    if domains and not texts:
+        kl = _range([domain["kl"] for domain in domains], "{:.4f}")
+        same = _range([100 * domain["top1_agreement"] for domain in domains], "{:.1f}")
+        least = "" if all(domain["kl_is"] == "exact" for domain in domains) else "at least "
+        kinds = f"{len(domains)} kinds of text" if len(domains) > 1 else "one kind of text"
+        found.append(
+            f"Over a server, on {kinds}, the next-token distribution moved by {least}{kl} nats a token (KL), and {same} % "
+            "of the most likely tokens are the same."
+        )
     if evaluate is None:
         found.append("**No task was scored**: what it costs in answers is not known.")
         return found

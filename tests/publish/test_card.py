@@ -74,6 +74,15 @@ def test_what_was_measured_is_shown(out: Path) -> None:
     assert len(index) == 2  # KL compares the two and is no score of the pressed model
 
 
+def test_the_warning_says_what_a_server_showed_where_nothing_else_was_measured(out: Path) -> None:
+    prose = {**measured.EVALUATE["fidelity"]["prose"], "kl_is": "lower bound"}
+    code = {**prose, "kl": 0.0201, "top1_agreement": 0.94}
+    write_result(out, "evaluate", "pass", {**measured.EVALUATE, "fidelity": {"prose": prose, "code": code}})
+    warning = card_of(out).split("## ")[0]
+    assert "on 2 kinds of text, the next-token distribution moved by at least 0.0121 to 0.0201 nats a token" in warning
+    assert "94.0 to 95.3 % of the most likely tokens" in warning
+
+
 def test_figures_of_a_processor_stand_beside_no_gpus(out: Path) -> None:
     write_result(out, "validate", "not judged", {**measured.VALIDATE, "smoke": True})
     text = card_of(out)
