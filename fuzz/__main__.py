@@ -11,7 +11,11 @@ from fuzz.bounded import Tally, limit_memory
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fuzz", description=import_module("fuzz").__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m fuzz",
+        description=import_module("fuzz").__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("campaign", choices=("headers", "texts", "checkpoints", "coverage"))
     parser.add_argument("target", nargs="?", default="headers", choices=("headers", "texts"), help="of coverage")
     parser.add_argument("--cases", type=int, default=10_000)

@@ -130,7 +130,10 @@ def judge_conversion(kind: str, source: Path, out: Path) -> None:
     if json.dumps(before, sort_keys=True) != json.dumps(after, sort_keys=True):
         raise Wrong("config.json changed beside its quantization")
     problems = verify(out, source, threads=1).problems
-    if report["layout"] == "source" and described == json.loads((out / "config.json").read_text())["quantization_config"]:
+    if (
+        report["layout"] == "source"
+        and described == json.loads((out / "config.json").read_text())["quantization_config"]
+    ):
         return  # carried with the publisher's own description, which compressed-tensors may refuse
     if problems:
         raise Wrong(f"verify refuses a right output: {problems[0]}")

@@ -1,8 +1,8 @@
 """What can happen to a checkpoint on its way: one function a kind, each changes the files in memory.
 
-    tensors   bytes, dtypes, shapes, names, places; before the shards are written, so headers and index stay honest
-    files     shards, index, config and side files as bytes; headers and index need not be honest any more
-    folder    what only a file system can do: links, folders in the place of files, names that lead outside
+tensors   bytes, dtypes, shapes, names, places; before the shards are written, so headers and index stay honest
+files     shards, index, config and side files as bytes; headers and index need not be honest any more
+folder    what only a file system can do: links, folders in the place of files, names that lead outside
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def resized(rng: random.Random, files: Files) -> None:
     """Another dtype with the right number of bytes for it."""
     tensors, name = _pick(rng, files, rng.choice(("", "scale", "bias", "gate.weight")))
     tensor = tensors[name]
-    dtype, size = rng.choice((("F32", 4), ("BF16", 2), ("F16", 2), ("F64", 8), ("I64", 8), ("I32", 4), ("F8_E4M3", 1), ("U8", 1)))
+    dtype, size = rng.choice(
+        (("F32", 4), ("BF16", 2), ("F16", 2), ("F64", 8), ("I64", 8), ("I32", 4), ("F8_E4M3", 1), ("U8", 1))
+    )
     count = 1
     for dimension in tensor.shape:
         count *= dimension
@@ -202,7 +204,16 @@ def swap_shards(rng: random.Random, content: dict[str, bytes]) -> None:
 
 
 def foreign_file(rng: random.Random, content: dict[str, bytes]) -> None:
-    name = rng.choice((*content, "model.safetensors", "pytorch_model.bin", "model-00003-of-00002.safetensors", "modeling_x.py", "training_args.bin"))
+    name = rng.choice(
+        (
+            *content,
+            "model.safetensors",
+            "pytorch_model.bin",
+            "model-00003-of-00002.safetensors",
+            "modeling_x.py",
+            "training_args.bin",
+        )
+    )
     content[name] = rng.choice(TEXTS)
 
 
@@ -211,7 +222,15 @@ def edit_index(rng: random.Random, content: dict[str, bytes]) -> None:
     if rng.random() < 0.4:
         name = rng.choice(list(index["weight_map"]))
         index["weight_map"][name] = rng.choice(
-            ("../x.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "./model-00001-of-00002.safetensors", "x", "model-00009-of-00002.safetensors")
+            (
+                "../x.safetensors",
+                "/etc/passwd",
+                "/tmp/x.safetensors",
+                "a/../../x.safetensors",
+                "./model-00001-of-00002.safetensors",
+                "x",
+                "model-00009-of-00002.safetensors",
+            )
         )
     else:
         edit_tree(rng, index)
@@ -230,7 +249,9 @@ def link_outside(rng: random.Random, folder: Path) -> None:
     names = [path for path in folder.rglob("*") if path.is_file()]
     path = rng.choice([*names, folder / "notes.txt", folder / "weights.safetensors"])
     path.unlink(missing_ok=True)
-    path.symlink_to(rng.choice(("/etc/passwd", "/nowhere/at/all", "..", "/dev/zero", "config.json", "/proc/self/environ")))
+    path.symlink_to(
+        rng.choice(("/etc/passwd", "/nowhere/at/all", "..", "/dev/zero", "config.json", "/proc/self/environ"))
+    )
 
 
 def odd_entry(rng: random.Random, folder: Path) -> None:
@@ -250,7 +271,18 @@ def odd_entry(rng: random.Random, folder: Path) -> None:
 
 
 TENSORS: tuple[Callable[[random.Random, Files], None], ...] = (
-    *(flip_bits, flip_bits, flip_bits, fill_with, scale_value, scale_value, drop_tensor, twice, rename_tensor, swap_tensors),
+    *(
+        flip_bits,
+        flip_bits,
+        flip_bits,
+        fill_with,
+        scale_value,
+        scale_value,
+        drop_tensor,
+        twice,
+        rename_tensor,
+        swap_tensors,
+    ),
     *(other_dtype, resized, other_shape, extra_tensor, edit_config, edit_config, edit_quantization),
 )
 FILES: tuple[Callable[[random.Random, dict[str, bytes]], None], ...] = (

@@ -22,7 +22,13 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 _E4M3 = np.array(
     [
-        (np.nan if (c & 0x7F) == 0x7F else (1 + (c & 7) / 8) * 2.0 ** (((c >> 3) & 15) - 7) if (c >> 3) & 15 else (c & 7) / 8 * 2.0**-6)
+        (
+            np.nan
+            if (c & 0x7F) == 0x7F
+            else (1 + (c & 7) / 8) * 2.0 ** (((c >> 3) & 15) - 7)
+            if (c >> 3) & 15
+            else (c & 7) / 8 * 2.0**-6
+        )
         * (-1 if c & 0x80 else 1)
         for c in range(256)
     ],

@@ -139,10 +139,21 @@ def _quantization(kind: str) -> dict[str, Any]:
         block = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         return block | {"weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": ["lm_head"]}
     channel = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-    group = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True, "dynamic": False}
+    group = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": GROUP,
+        "symmetric": True,
+        "dynamic": False,
+    }
     activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
     packed = kind == "packed"
-    one = {"targets": ["Linear"], "weights": group if packed else channel, "input_activations": None if packed else activations}
+    one = {
+        "targets": ["Linear"],
+        "weights": group if packed else channel,
+        "input_activations": None if packed else activations,
+    }
     ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
     return {
         "quant_method": "compressed-tensors",

@@ -1,9 +1,9 @@
 """Documents: index, config.json, recipe, receipts. Each is an honest one, edited as a tree, as text, or replaced.
 
-    index      parse_index                      right: shard names inside the folder, the map that the JSON library reads
-    config     family, quantization, all expected weights, tensor-parallel check
-    recipe     load_recipe                      right: it can be written out and read again as the same recipe
-    receipts   the table of weights' records, also from the one file of a published copy
+index      parse_index                      right: shard names inside the folder, the map that the JSON library reads
+config     family, quantization, all expected weights, tensor-parallel check
+recipe     load_recipe                      right: it can be written out and read again as the same recipe
+receipts   the table of weights' records, also from the one file of a published copy
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def case(seed: int, number: int) -> tuple[str, bytes]:
     tree = copy.deepcopy(_honest(reader, rng))
     for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
         edit_tree(rng, tree)
-    raw = yaml.safe_dump(tree, sort_keys=False).encode("utf-8", "replace") if reader == "recipe" and rng.random() < 0.7 else to_text(rng, tree)
+    raw = (
+        yaml.safe_dump(tree, sort_keys=False).encode("utf-8", "replace")
+        if reader == "recipe" and rng.random() < 0.7
+        else to_text(rng, tree)
+    )
     for _ in range(rng.choice((0, 0, 0, 1, 3))):
         raw = edit_bytes(rng, raw)
     if reader == "receipts" and rng.random() < 0.3:

@@ -13,18 +13,91 @@ from typing import Any
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 8, 16, 128, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**53 + 1),
     *(2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63), 0.0, -0.0, 0.5, 1e308, 1e-308, float("nan"), float("inf")),
-    *("", " ", "0", "-1", "128", "..", "../x", "../../etc/passwd", "/etc/passwd", "a\\b", "\x00", "lm_head\x00x", "\ud800", "é", "漢字", "%s%n"),
-    *("__metadata__", "F32", "BF16", "F4", "F8_E4M3", "I64", "bool", "weight", "x" * 300, "re:(a+)+$", "re:[", "re:.*", "Linear"),
-    *([], {}, [[]], [{}], {"": 0}, {"a": {"b": []}}, [0, 0], [0, 2**63], [1, 2, 3], [-1, 0], [0.5, 1.0], ["a"], [None], [2**40] * 3),
+    *(
+        "",
+        " ",
+        "0",
+        "-1",
+        "128",
+        "..",
+        "../x",
+        "../../etc/passwd",
+        "/etc/passwd",
+        "a\\b",
+        "\x00",
+        "lm_head\x00x",
+        "\ud800",
+        "é",
+        "漢字",
+        "%s%n",
+    ),
+    *(
+        "__metadata__",
+        "F32",
+        "BF16",
+        "F4",
+        "F8_E4M3",
+        "I64",
+        "bool",
+        "weight",
+        "x" * 300,
+        "re:(a+)+$",
+        "re:[",
+        "re:.*",
+        "Linear",
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [{}],
+        {"": 0},
+        {"a": {"b": []}},
+        [0, 0],
+        [0, 2**63],
+        [1, 2, 3],
+        [-1, 0],
+        [0.5, 1.0],
+        ["a"],
+        [None],
+        [2**40] * 3,
+    ),
     [1] * 100,
 )
 """What takes the place of an honest value."""
 
 TEXTS = (
-    *(b"", b" ", b"{", b"}", b"[]", b"null", b"{}", b"0", b'""', b"\xef\xbb\xbf{}", b"\xff\xfe{\x00}\x00", b"\x00" * 64, b"NaN"),
-    *(b"[" * 100_000, b'{"a":' * 50_000, b'{"a":' + b"9" * 10_000 + b"}", b'{"a":1e99999}', b'{"a":"\\ud800"}', b"\x80\x81"),
+    *(
+        b"",
+        b" ",
+        b"{",
+        b"}",
+        b"[]",
+        b"null",
+        b"{}",
+        b"0",
+        b'""',
+        b"\xef\xbb\xbf{}",
+        b"\xff\xfe{\x00}\x00",
+        b"\x00" * 64,
+        b"NaN",
+    ),
+    *(
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b'{"a":' + b"9" * 10_000 + b"}",
+        b'{"a":1e99999}',
+        b'{"a":"\\ud800"}',
+        b"\x80\x81",
+    ),
     b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4999819336\n",
-    *(b"<!DOCTYPE html><html><body>401</body></html>", b"PK\x03\x04" + b"\x00" * 60, b"\x80\x02}q\x00.", b"GGUF" + b"\x00" * 60, b"\x1f\x8b\x08\x00" + b"\x00" * 20),
+    *(
+        b"<!DOCTYPE html><html><body>401</body></html>",
+        b"PK\x03\x04" + b"\x00" * 60,
+        b"\x80\x02}q\x00.",
+        b"GGUF" + b"\x00" * 60,
+        b"\x1f\x8b\x08\x00" + b"\x00" * 20,
+    ),
 )
 """Whole files that stand where another was expected."""
 
@@ -37,7 +110,9 @@ def wild_value(rng: random.Random) -> Any:
     if kind < 0.85:
         return rng.choice((-1, 1)) * (2 ** rng.randrange(0, 70) + rng.randrange(-1, 2))
     if kind < 0.95:
-        return "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(0, 0x2FF)))) for _ in range(rng.randrange(0, 12)))
+        return "".join(
+            chr(rng.choice((rng.randrange(32, 127), rng.randrange(0, 0x2FF)))) for _ in range(rng.randrange(0, 12))
+        )
     return [wild_value(rng) for _ in range(rng.randrange(0, 4))]
 
 
@@ -74,7 +149,9 @@ def edit_tree(rng: random.Random, tree: Any) -> None:
         value = node[key]
         node[key] = rng.choice(([value], {"a": value}, str(value) if not isinstance(value, dict | list) else []))
     elif change == 7 and isinstance(node[key], int | float):
-        node[key] = rng.choice((-node[key], node[key] + 1, node[key] - 1, node[key] * 2, node[key] / 2, float(node[key])))
+        node[key] = rng.choice(
+            (-node[key], node[key] + 1, node[key] - 1, node[key] * 2, node[key] / 2, float(node[key]))
+        )
     elif isinstance(node, dict):
         node[str(wild_value(rng))] = wild_value(rng)
     else:

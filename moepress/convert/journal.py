@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from moepress.convert.plan import ConversionPlan
-from moepress.errors import ConvertError, PlanRefused
-from moepress.formats.atomic import atomic_write_json
+from moepress.errors import ConvertError, MoepressError, PlanRefused
+from moepress.formats.atomic import atomic_write_json, write_all, write_error
 from moepress.formats.sealed_json import seal_problem, sealed
 from moepress.formats.sources import TEMPORARY_SUFFIX
 
@@ -99,7 +99,10 @@ class Journal:
     def open(self) -> Iterator[None]:
         """Takes the folder for this process: checks, locks, removes temporary files of a dead run, writes the plan."""
         self.check()
-        self.receipts_folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.receipts_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(self.receipts_folder, error) from error
         with _exclusive(self.state / "run.lock"):
             self.check()
             self._sweep()
@@ -129,7 +132,9 @@ class Journal:
             )
         if problem := seal_problem(receipt):
             raise ConvertError(
-                f"the receipt of {shard_name} {problem}", where=str(path), hint=f"delete {path} to press this shard again"
+                f"the receipt of {shard_name} {problem}",
+                where=str(path),
+                hint=f"delete {path} to press this shard again",
             )
         shard = self.out / shard_name
         size = shard.stat().st_size if shard.exists() else None
@@ -145,6 +150,10 @@ class Journal:
     def write_receipt(self, shard_name: str, receipt: dict[str, Any]) -> None:
         """Marks a unit as finished. Call only after its shard is durable."""
         atomic_write_json(self.receipts_folder / f"{shard_name}.json", sealed(receipt))
+
+    def forget(self, shard_name: str) -> None:
+        """Marks a unit as not finished, whatever lies there of it."""
+        (self.receipts_folder / f"{shard_name}.json").unlink(missing_ok=True)
 
 
 FINAL_FILES = ("config.json", "model.safetensors.index.json", "moepress_report.json")
@@ -209,13 +218,20 @@ def _exclusive(path: Path) -> Iterator[None]:
     me = {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
     for _ in range(2):
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
         except FileExistsError:
             _refuse_if_alive(path)
             path.unlink(missing_ok=True)
             continue
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(me, file)
+        except OSError as error:
+            raise write_error(path, error) from error
+        try:
+            write_all(descriptor, memoryview(json.dumps(me).encode()), path)
+        except MoepressError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
         break
     else:
         raise ConvertError("another run took the output folder at the same moment", where=str(path))

@@ -25,6 +25,7 @@ from moepress.convert.kv.scales import KvScales
 from moepress.convert.kv.taken import take_scales
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan, make_plan
+from moepress.convert.source_state import refuse_changes, shard_states
 from moepress.convert.watcher import Silent, Watcher
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import identify_family
@@ -79,6 +80,7 @@ def convert(
     started = time.monotonic()
     watcher = watcher or Silent()
     checkpoint = arrivals.checkpoint if arrivals is not None else open_checkpoint(source)
+    state = shard_states(checkpoint) if arrivals is None else {}
     samples = None
     taken = take_scales(same_kv_as, checkpoint) if same_kv_as is not None else None
     if reads_calibration_text(identify_family(checkpoint.config), recipe, taken):
@@ -105,6 +107,7 @@ def convert(
         watcher.begin(plan, course_of(plan, done, kv.missing if kv is not None else ()))
         run = _Run(checkpoint, plan, journal, samples, executor, watcher, kv, arrivals, device)
         run.press(todo, threads)
+        refuse_changes(checkpoint, state, journal, {shard.name for shard in plan.shards} - set(done))
         report = finish(checkpoint, plan, journal, kv)
     return Conversion(plan, out, report, time.monotonic() - started, resumed=len(done))
 

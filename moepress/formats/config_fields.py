@@ -39,7 +39,11 @@ _MOST = {
     **dict.fromkeys(_LAYER_COUNTS, MAX_LAYERS),
     **dict.fromkeys(_EXPERT_COUNTS, MAX_EXPERTS),
 }
-_VISION_MOST = {**dict.fromkeys(_VISION_SIZES, MAX_SIZE), "vt_num_hidden_layers": MAX_LAYERS, "num_hidden_layers": MAX_LAYERS}
+_VISION_MOST = {
+    **dict.fromkeys(_VISION_SIZES, MAX_SIZE),
+    "vt_num_hidden_layers": MAX_LAYERS,
+    "num_hidden_layers": MAX_LAYERS,
+}
 _PER_LAYER = ("mlp_layer_types", "indexer_types", "index_topk_pattern")
 
 
@@ -82,7 +86,9 @@ def required_number(text: Mapping[str, Any], field: str) -> int:
     """
     value = text.get(field)
     if value is None:
-        raise CheckpointError(f"the configuration has no {field}", where="config.json", hint="download config.json again")
+        raise CheckpointError(
+            f"the configuration has no {field}", where="config.json", hint="download config.json again"
+        )
     return int(value)
 
 

@@ -100,8 +100,9 @@ def bytes_of(data: Any, *, dtype: str, shape: tuple[int, ...] | None) -> ByteArr
     Raises:
         FormatError: another dtype or shape. The number of bytes is for the caller to check.
     """
-    torch = sys.modules.get("torch")  # absent: then nobody can have made a tensor
-    if torch is not None and isinstance(data, torch.Tensor):
+    # absent, or being imported by another thread at this moment: then nobody can have made a tensor
+    tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor_type is not None and isinstance(data, tensor_type):
         _check(header_dtype(data), header_shape(data), dtype, shape)
         return byte_view(data.cpu().contiguous())
     if isinstance(data, np.ndarray):

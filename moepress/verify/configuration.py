@@ -12,6 +12,7 @@ from compressed_tensors.utils.match import is_match
 from moepress.errors import CheckpointError
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import Component, Family, classify, mtp_layers, text_config
+from moepress.formats.module_patterns import module_pattern
 from moepress.formats.storage import resolve_storage
 from moepress.verify.files import OutputFiles
 from moepress.verify.findings import Findings
@@ -72,6 +73,9 @@ def _check_modules(
     }
     fp8_everywhere = "linear_fp8_config" in quantization
     ignore = list(schema.ignore or [])
+    for line in {*ignore, *(target for targets, _ in groups.values() for target in targets)}:
+        if line.startswith("re:"):
+            module_pattern(line)  # before the matcher meets one that takes for ever
     for name, (_, dtype, shape) in output.tensors.items():
         module, _, part = name.rpartition(".")
         if part not in ("weight", "weight_packed") or len(shape) != 2:
