@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,7 @@ from moepress.formats.dtypes import DTYPES
 from moepress.formats.hashed_stream import BUFFER_BYTES
 from moepress.formats.header import read_header
 from moepress.formats.reader import TensorReader
-from moepress.formats.tensor_bytes import byte_view, header_dtype, header_shape, torch_dtype
+from moepress.formats.tensor_bytes import byte_view, bytes_of, header_dtype, header_shape, torch_dtype
 from moepress.formats.writer import ShardWriter, atomic_write_json, atomic_write_text, copy_file, write_index
 
 TORCH_DTYPES = [dtype.name for dtype in DTYPES.values() if dtype.torch_name]
@@ -502,3 +503,9 @@ def test_nothing_of_a_write_is_left_to_later(tmp_path: Path) -> None:
     before = threading.active_count()
     write_shard(tmp_path / "s", {"a": torch.ones(1 << 20)})
     assert threading.active_count() == before
+
+
+def test_bytes_are_written_while_another_thread_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is being imported is in sys.modules, without its names."""
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert bytes_of(np.arange(4, dtype=np.uint8), dtype="U8", shape=(4,)).tolist() == [0, 1, 2, 3]
