@@ -63,7 +63,7 @@ class ConvertView:
         self._over = threading.Event()
         self._pace: Pace | None = None
         self._plan: ConversionPlan | None = None
-        self._what = "reading headers"
+        self._what = "reading headers, and the calibration text where the recipe asks for one"
         self._layer: int | None = None
         self._in_work: dict[str, ShardPlan] = {}
         self._experts: dict[int, _Experts] = {}
@@ -75,6 +75,14 @@ class ConvertView:
         self.shards = 0
 
     def __enter__(self) -> ConvertView:
+        if self._quiet:
+            return self
+        if stderr.is_terminal:
+            self._live = Live(console=stderr, get_renderable=self._render, refresh_per_second=4, transient=True)
+            self._live.start()
+        else:
+            self._ticker = threading.Thread(target=self._log, daemon=True, name="progress")
+            self._ticker.start()
         return self
 
     def __exit__(
@@ -109,14 +117,6 @@ class ConvertView:
                     self._experts[shard.layer].done += _quantized_bytes(plan, shard)
             self._started = time.monotonic()
             self._lately.append((self._started, self._done))
-        if self._quiet:
-            return
-        if stderr.is_terminal:
-            self._live = Live(console=stderr, get_renderable=self._render, refresh_per_second=4, transient=True)
-            self._live.start()
-        else:
-            self._ticker = threading.Thread(target=self._log, daemon=True, name="progress")
-            self._ticker.start()
 
     def shard(self, shard: ShardPlan) -> None:
         stop_if_asked()
@@ -170,6 +170,8 @@ class ConvertView:
     def line(self) -> str:
         """Everything in one line, for a log."""
         with self._lock:
+            if self._plan is None:
+                return f"{time.strftime('%H:%M:%S')} {self._what}"
             parts = [f"{self._done / max(1, self._total):4.0%}", self._now(), self._rate(), self._left()]
             if self._worst is not None:
                 parts.append(f"worst error {self._worst[0]:.4f} ({short_name(self._worst[1])})")
@@ -177,6 +179,8 @@ class ConvertView:
 
     def _render(self) -> RenderableType:
         with self._lock:
+            if self._plan is None:
+                return Text(f"{self._what} …")
             gone = duration(time.monotonic() - self._started)
             share = self._done / max(1, self._total)
             bar = Table.grid(padding=(0, 2))
