@@ -3,7 +3,8 @@
     python -m benchmarks.bench_quality FOLDER --tokens 8192
 
 Same model, same calibration token ids, same group size, same held-out text for all: rounding, llm-compressor's GPTQ
-(`oneshot`, each expert calibrated with all tokens or with its routed ones), and ours. Two calibration sizes: *many*, thousands
+(`oneshot`, each expert calibrated with all tokens or with its routed ones), auto-round where `--auto-round` names a Python that
+has it, and ours. Two calibration sizes: *many*, thousands
 of tokens per expert, and *few*, fewer than an expert has columns.
 
 The experts of every contender are put into one and the same source model in transformers, and compared token by token: KL
@@ -42,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny_kimi"
 TEXT = TINY / "calibration.txt"
 PEER = ROOT / "benchmarks" / "peers" / "oneshot_gptq.py"
+AUTO_ROUND = ROOT / "benchmarks" / "peers" / "auto_round_experts.py"
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {"many": (64, 256), "few": (5, 128)}
 """Samples and their length; an expert of this model gets a quarter of the tokens."""
@@ -49,9 +51,13 @@ ROUNDING = {
     "round, max": ["weights.algorithm=rtn", "weights.scale=max"],
     "round, mse": ["weights.algorithm=rtn", "weights.scale=mse"],
 }
+FAST = ["calibration.error_aware=false", "calibration.passes=0"]
+"""The peer's own algorithm, but for searched scales: no source run, no polish."""
 OURS = {
     "moepress gptq": ["weights.algorithm=gptq"],
+    "moepress gptq, signed scales": ["weights.algorithm=gptq", "weights.signed_scales=true"],
     "moepress gptq, hessian: layer": ["weights.algorithm=gptq", "calibration.hessian=layer"],
+    "moepress gptq, fast": ["weights.algorithm=gptq", "calibration.hessian=layer", *FAST],
     "moepress awq": ["weights.algorithm=awq"],
     "moepress awq+gptq": ["weights.algorithm=awq+gptq"],
 }
@@ -141,14 +147,26 @@ def ours(folder: Path, size: str, group_size: int, overrides: list[str]) -> tupl
 
 
 def peer(folder: Path, size: str, group_size: int, mode: str) -> tuple[Experts, float, float]:
-    """The same of llm-compressor, from an earlier run if there was one."""
-    weights = folder / f"peer_{size}_g{group_size}_{mode}.safetensors"
+    """The same of llm-compressor."""
+    made = folder / f"peer_{size}_g{group_size}_{mode}.safetensors"
+    return _of_process([sys.executable, str(PEER)], folder / f"{size}.npy", made, group_size, "--experts", mode)
+
+
+def auto_round(folder: Path, size: str, group_size: int, python: Path) -> tuple[Experts, float, float]:
+    """The same of auto-round, in an environment that has it."""
+    made = folder / f"auto_round_{size}_g{group_size}.safetensors"
+    return _of_process([str(python), str(AUTO_ROUND)], folder / f"{size}.npy", made, group_size)
+
+
+def _of_process(
+    program: list[str], tokens: Path, weights: Path, group_size: int, *options: str
+) -> tuple[Experts, float, float]:
+    """What a peer wrote, from an earlier run if there was one."""
     cost = weights.with_suffix(".json")
     if not cost.exists():
-        tokens = folder / f"{size}.npy"
-        command = [sys.executable, str(PEER), str(tokens), str(weights), "--group-size", str(group_size)]
+        command = [*program, str(tokens), str(weights), "--group-size", str(group_size), *options]
         done = subprocess.run(
-            [*command, "--experts", mode, "--threads", str(torch.get_num_threads())],
+            [*command, "--threads", str(torch.get_num_threads())],
             check=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -193,6 +211,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24_576, help="held-out tokens, all four domains in equal parts")
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[128, 32])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--auto-round", type=Path, metavar="PYTHON", help="of an environment with auto-round")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     folder: Path = arguments.folder
@@ -214,6 +233,8 @@ def main() -> None:
                 add(size, group_size, name, *done)
             for name, mode in PEERS.items():
                 add(size, group_size, name, *peer(folder, size, group_size, mode))
+            if arguments.auto_round is not None:
+                add(size, group_size, "auto-round", *auto_round(folder, size, group_size, arguments.auto_round))
             for name, overrides in OURS.items():
                 add(size, group_size, name, *ours(folder, size, group_size, overrides))
     facts: dict[str, Any] = {
