@@ -18,6 +18,7 @@ Single fields are overridden on the command line by their path: ``--set weights.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -425,7 +426,7 @@ def check_recipe(
     except ValidationError as error:
         found += [(_path(item["loc"]), _message(item)) for item in error.errors()]
     if found:
-        raise RecipeError(found, where=where, hint="moepress recipes schema")
+        raise RecipeError(found, where=where)
     return recipe
 
 
@@ -488,11 +489,23 @@ def _path(location: tuple[int | str, ...]) -> str:
 def _message(item: Mapping[str, Any]) -> str:
     text = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        return "no such field"
+        near = difflib.get_close_matches(str(item["loc"][-1]), _fields_beside(item["loc"]), n=1)
+        return f"no such field; did you mean {near[0]}?" if near else "no such field"
     if item["type"] == "missing":
         return "is required"
     given = repr(item["input"])
     return f"{text} (given: {given if len(given) <= 200 else given[:200] + '…'})"
+
+
+def _fields_beside(location: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields of the section that a path leads into."""
+    section: type[BaseModel] = Recipe
+    for part in location[:-1]:
+        inner = section.model_fields[str(part)].annotation if str(part) in section.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        section = inner
+    return list(section.model_fields)
 
 
 def _kind(value: object) -> str:

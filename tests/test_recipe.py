@@ -33,6 +33,12 @@ def test_shipped_recipes_cover_the_families_of_the_mission() -> None:
     assert {"deepseek_v3", "deepseek_v32", "kimi_k25", "glm4_moe", "glm_moe_dsa", "qwen3_moe"} <= covered
 
 
+def problems_of(path: str, *overrides: str) -> dict[str, str]:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path, overrides)
+    return problems(error)
+
+
 def test_all_problems_are_reported_at_once_with_their_paths(tmp_path: Path) -> None:
     path = write(tmp_path, "name: Bad Name\nweights: {group_size: 48, wrong: 1}\noutput: {shard_size: 60GB}\n")
     with pytest.raises(RecipeError) as error:
@@ -42,6 +48,7 @@ def test_all_problems_are_reported_at_once_with_their_paths(tmp_path: Path) -> N
         found
     )
     assert found["weights.wrong"] == "no such field"
+    assert problems_of(path, "weights.groupsize=32")["weights.groupsize"] == "no such field; did you mean group_size?"
     assert "48" in found["weights.group_size"]
 
 

@@ -29,6 +29,9 @@ from moepress.recipe import Recipe
 PRESS_VERSION = 2
 """Changes when the same recipe and source would press other bytes; then an old run cannot be resumed."""
 
+SHOWN_PROBLEMS = 3
+"""Of a split over ranks; a model that is too small for it has a dozen, all of one kind."""
+
 MAY_BE_THERE = (*KV_SCALES, "rotary_emb.inv_freq")
 """Ends of names that some tools add: never expected; carried where the server reads them (`carried`)."""
 
@@ -209,15 +212,20 @@ def check_parallel(config: dict[str, Any], recipe: Recipe) -> None:
     """Groups and blocks must fall on the cuts between ranks: servers divide without a word.
 
     Raises:
-        PlanRefused: with every problem.
+        PlanRefused: with the problems, and the largest number of ranks that has none.
     """
-    ranks = recipe.serving.tensor_parallel
-    problems = tensor_parallel_problems(config, pressed_specs(config, recipe), tp=ranks)
+    ranks, specs = recipe.serving.tensor_parallel, pressed_specs(config, recipe)
+    problems = tensor_parallel_problems(config, specs, tp=ranks)
     if problems:
+        fewer = (ranks // part for part in range(2, ranks + 1) if ranks % part == 0)
+        fits = next((tp for tp in fewer if not tensor_parallel_problems(config, specs, tp=tp)), None)
+        more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise PlanRefused(
-            f"the result cannot be served on {ranks} tensor-parallel ranks: {'; '.join(problems)}",
+            f"the result cannot be served on {ranks} tensor-parallel ranks: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}",
             where="serving.tensor_parallel",
-            hint="--set serving.tensor_parallel=N for another number of ranks, or --set weights.group_size=32",
+            hint="--set weights.group_size=32, or another --set serving.tensor_parallel"
+            if fits is None
+            else f"--set serving.tensor_parallel={fits} fits",
         )
 
 

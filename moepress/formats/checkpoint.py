@@ -37,6 +37,7 @@ from moepress.formats.side_files import (
     CONFIG_NAME,
     check_not_pointers,
     links_outside,
+    scale_lists,
     select_side_files,
     unlisted_links,
 )
@@ -143,6 +144,11 @@ def open_checkpoint(source: str | Path, *, files: HeaderSource | None = None) ->
         warnings.append(f"no {INDEX_NAME}: took the {len(shards)} shards by the numbers in their names")
     side_files, weights = select_side_files(sizes)
     warnings += _unlisted_weights([name for name in weights if name not in headers], location)
+    if listed := scale_lists(side_files):
+        warnings.append(
+            f"{list_some(listed)}: KV scales as JSON are a legacy that servers half ignore; it travels as it is, and no "
+            "launch line of ours names it"
+        )
     if folder:
         outside = links_outside(folder, side_files)
         left = sorted({*outside, *unlisted_links(folder, sizes)})

@@ -14,6 +14,7 @@ What is left behind for the last two reasons is said, in a warning; nothing is d
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -28,6 +29,9 @@ OTHER_WEIGHT_SUFFIXES = (
     *(".gguf", ".ggml", ".onnx", ".onnx_data", ".tflite", ".mlmodel"),
 )
 """Weights in formats that are not read here."""
+
+
+_SCALE_LIST = re.compile(r"(^|/)kv_?(cache)?_?scales?[^/]*\.json$", re.IGNORECASE)
 
 
 def is_weights(name: str) -> bool:
@@ -84,6 +88,11 @@ def unlisted_links(folder: Path, listed: Iterable[str]) -> list[str]:
             if path.is_symlink() and relative not in known:
                 found.append(relative)
     return sorted(found)
+
+
+def scale_lists(names: Iterable[str]) -> list[str]:
+    """Side files that list KV scales as JSON, for SGLang's ``--quantization-param-path``: a legacy that servers half ignore."""
+    return [name for name in names if _SCALE_LIST.search(name)]
 
 
 def check_not_pointers(folder: Path, names: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moepress.errors import PlanRefused
+from moepress.formats.runtime_contract import contract_for
 from tests.cases.rewritten import rewrite_json, rewrite_tensors
 from tests.pressing import press
 from tests.tiny_checkpoints import build
@@ -53,6 +54,21 @@ def test_a_scheme_without_scales_does_not_reach_the_output(tmp_path: Path) -> No
     press(source.folder, tmp_path / "out", "glm4")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"].get("kv_cache_scheme") is None
+
+
+def test_a_list_of_scales_beside_the_weights_is_warned_about_and_named_to_no_server(tmp_path: Path) -> None:
+    """KV-09: a JSON file of scales with a layer missing is neither read nor dropped; ours are in the files or nowhere."""
+    source = build("glm4", tmp_path / "src")
+    listed = {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.1, "2": 0.2}}}}
+    (source.folder / "kv_cache_scales.json").write_text(json.dumps(listed))
+    result = press(source.folder, tmp_path / "out", "glm4")
+    assert any("kv_cache_scales.json" in warning and "legacy" in warning for warning in result.plan.warnings)
+    assert json.loads((tmp_path / "out" / "kv_cache_scales.json").read_text()) == listed
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert not [name for name in index["weight_map"] if name.endswith(("k_scale", "v_scale"))]
+    for fp8 in (False, True):
+        arguments = contract_for("sglang", "0.5.23", "glm4_moe").launch_arguments(fp8_kv=fp8)
+        assert not any("param-path" in argument for argument in arguments)
 
 
 def test_a_scheme_in_a_description_that_is_carried_whole_is_refused(tmp_path: Path) -> None:
