@@ -130,7 +130,10 @@ class Journal:
             raise ConvertError(
                 "a receipt belongs to another plan", where=str(path), hint="delete the output folder to start over"
             )
-        if problem := seal_problem(receipt):
+        problem = seal_problem(receipt)
+        if problem is None and receipt.get("unit") != shard_name:
+            problem = f"is that of {receipt.get('unit')}"
+        if problem:
             raise ConvertError(
                 f"the receipt of {shard_name} {problem}",
                 where=str(path),
@@ -247,6 +250,8 @@ def _refuse_if_alive(path: Path) -> None:
         host, pid, started = owner["host"], int(owner["pid"]), owner["started"]
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise ConvertError(f"the lock of the output folder cannot be read: {error.strerror}", where=str(path)) from error
     except (ValueError, KeyError, TypeError):
         host, pid, started = socket.gethostname(), -1, None  # cut short by a crash: nobody lives behind it
     if host != socket.gethostname():

@@ -1,0 +1,60 @@
+"""A disk that refuses, at every single point where something is written: one clear error, nothing half done, resumable."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from moepress.errors import MoepressError
+from tests.faults.injected import Source, contents, failing_writes, fresh
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return Source(tmp_path_factory.mktemp("writes"))
+
+
+def points(source: Source, out: Path) -> int:
+    with failing_writes(out, -1, errno.ENOSPC) as calls:
+        source.press(out)
+    assert calls.count > 40, "the calls are seen"
+    return calls.count
+
+
+def test_a_disk_that_is_full_at_any_point_leaves_nothing_half_done_and_the_same_command_goes_on(
+    source: Source, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    refused = 0
+    for at in range(points(source, out)):
+        try:
+            with failing_writes(fresh(out), at, errno.ENOSPC):
+                source.press(out)
+        except MoepressError as error:
+            assert "disk is full" in error.what, at
+            assert error.where, at
+            refused += 1
+        else:  # making a folder that is there already
+            assert contents(out) == source.whole, at
+        assert not [p for p in out.rglob("*") if p.name.endswith(".moepress-tmp") or p.name == "run.lock"], at
+        assert contents(out).items() <= source.whole.items(), f"{at}: what is there is whole"
+        source.press(out)
+        assert contents(out) == source.whole, at
+    assert refused > at * 0.9
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO, errno.EDQUOT])
+def test_every_refusal_to_write_is_one_error_that_says_where(number: int, source: Source, tmp_path: Path) -> None:
+    """Permissions, a read-only file system, a broken disk, a quota. What a folder's fsync may be denied is passed over."""
+    out = tmp_path / "out"
+    for at in range(number % 5, points(source, out), 5):
+        try:
+            with failing_writes(fresh(out), at, number):
+                source.press(out)
+        except MoepressError as error:
+            assert error.where, at
+        else:
+            assert contents(out) == source.whole, at
+        assert contents(out).items() <= source.whole.items(), at
