@@ -67,17 +67,19 @@ def descendants(session: int) -> dict[int, str]:
     return found
 
 
-def one_round(words: list[str], out: Path, longest: float, chance: random.Random) -> dict[str, Any]:
+def one_round(words: list[str], out: Path, longest: float, spread: bool, chance: random.Random) -> dict[str, Any]:
     """Kills until the conversion has ended by itself, at most six times; what happened."""
     kills: list[str] = []
     longest_life = 0.0
     while True:
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
         if len(kills) < 6:
-            try:
-                process.wait(chance.uniform(0.3, longest))
-            except subprocess.TimeoutExpired:
-                kills.append(kill_something(process, chance))
+            after = chance.uniform(0.3, longest)
+            if spread and chance.random() < 0.6:
+                kill = kill_worker(process, after / 4, chance)
+            else:
+                kill = kill_conversion(process, after)
+            kills += [kill] if kill else []
         status = process.wait()
         leftover, life = wait_for_end(process.pid)
         longest_life = max(longest_life, life)
@@ -91,15 +93,30 @@ def one_round(words: list[str], out: Path, longest: float, chance: random.Random
             raise RuntimeError(f"the conversion ended with {status}: {error[-2000:]}")
 
 
-def kill_something(process: subprocess.Popen[bytes], chance: random.Random) -> str:
-    """kill -9 of the conversion, or of one of its workers when it has any."""
-    workers = [pid for pid, name in descendants(process.pid).items() if name.startswith("ray::_RayWorker")]
-    victim = chance.choice(workers) if workers and chance.random() < 0.6 else process.pid
+def kill_conversion(process: subprocess.Popen[bytes], after: float) -> str | None:
+    """kill -9 of the conversion, a time after its start; None when it has ended before."""
     try:
-        os.kill(victim, signal.SIGKILL)
-    except ProcessLookupError:
-        return "too late"
-    return "worker" if victim != process.pid else "conversion"
+        process.wait(after)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "conversion"
+    return None
+
+
+def kill_worker(process: subprocess.Popen[bytes], after: float, chance: random.Random) -> str | None:
+    """kill -9 of one of its workers, a time after the first was there; None when the conversion has ended before."""
+    seen = None
+    while process.poll() is None:
+        workers = [pid for pid, name in descendants(process.pid).items() if name.startswith("ray::_RayWorker")]
+        seen = seen or (time.monotonic() if workers else None)
+        if workers and seen and time.monotonic() > seen + after:
+            try:
+                os.kill(chance.choice(workers), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            return "worker"
+        time.sleep(0.05)
+    return None
 
 
 def wait_for_end(session: int) -> tuple[dict[int, str], float]:
@@ -131,14 +148,14 @@ def chaos(folder: Path, *, moments: int, workers: int, seed: int, algorithm: str
     subprocess.run(command(source.folder, folder / "whole", algorithm, None), check=True, stdout=subprocess.DEVNULL)
     alone = time.monotonic() - started
     expected = digests(folder / "whole")
-    counts = {"conversion": 0, "worker": 0, "too late": 0}
+    counts = {"conversion": 0, "worker": 0}
     rounds, longest_life = 0, 0.0
-    while counts["conversion"] + counts["worker"] < moments:
+    while sum(counts.values()) < moments:
         spread = workers if chance.random() < 0.5 else None
         out = folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         words = command(source.folder, out, algorithm, spread)
-        happened = one_round(words, out, alone * (4 if spread else 1.1), chance)
+        happened = one_round(words, out, alone * (3 if spread else 1.1), spread is not None, chance)
         for kill in happened["kills"]:
             counts[kill] += 1
         longest_life = max(longest_life, happened["longest_life"])
