@@ -36,6 +36,7 @@ from moepress.evaluate.word_problems import NAME as WORD_PROBLEMS
 from moepress.evaluate.word_problems import load_word_problems
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.families import identify_family, text_config
+from moepress.formats.side_files import CONFIG_NAME
 
 T = TypeVar("T")
 DEFAULT_TASKS = ("fidelity", "drift", "tool-calls")
@@ -53,7 +54,7 @@ class Settings:
         tool_cases, bfcl: a file of cases, a folder of BFCL's; both None = the shipped ones.
         data: task -> file, for code tasks and gsm8k-100.
         chat: prompts go through the chat template (False: a base model).
-        max_tokens: of an answer to a task. limit: first prompts of a task only.
+        max_tokens: of an answer to a task, at most half of the model's context. limit: first prompts of a task only.
         lm_eval_python, lm_tasks: interpreter with lm-eval, folder of further task definitions.
     """
 
@@ -115,14 +116,14 @@ class _Maker:
         if task == "drift":
             return DriftOverLength(self.prompts(), settings.drift_tokens)
         if task == "tool-calls":
-            return ToolCalls(self.cases(), settings.max_tokens)
+            return ToolCalls(self.cases(), self.answer_tokens())
         if task in HUB:
             prove()
             problems = load_problems(task, settings.data.get(task))
-            return Code(task, _first(problems, settings.limit), settings.chat, settings.max_tokens)
+            return Code(task, _first(problems, settings.limit), settings.chat, self.answer_tokens())
         if task == WORD_PROBLEMS:
             numbers = load_word_problems(settings.data.get(task))
-            return WordProblems(_first(numbers, settings.limit), settings.max_tokens)
+            return WordProblems(_first(numbers, settings.limit), self.answer_tokens())
         return self.lm_eval(task)
 
     def tokenizer(self) -> Tokenizer:
@@ -160,7 +161,7 @@ class _Maker:
         tokenizer = self.tokenizer()
         settings = LmSettings(
             limit=self.settings.limit,
-            max_tokens=self.settings.max_tokens,
+            max_tokens=self.answer_tokens(),
             max_length=self.longest(),
             chat=self.settings.chat,
             include=str(self.settings.lm_tasks.resolve()) if self.settings.lm_tasks else None,
@@ -174,6 +175,11 @@ class _Maker:
             self.folder,
             lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
         )
+
+    def answer_tokens(self) -> int:
+        """A server refuses a question that has no room for its answer: half of a small model's context is the question's."""
+        known = (self.out / CONFIG_NAME).is_file()
+        return min(self.settings.max_tokens, max(1, self.longest() // 2)) if known else self.settings.max_tokens
 
     def longest(self) -> int:
         """Tokens a request may have: the model's context, as far as few-shot prompts need it."""
