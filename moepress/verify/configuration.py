@@ -14,6 +14,7 @@ from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import Component, Family, classify, mtp_layers, text_config
 from moepress.formats.module_patterns import module_pattern
 from moepress.formats.storage import resolve_storage
+from moepress.verify.described import check_described
 from moepress.verify.files import OutputFiles
 from moepress.verify.findings import Findings
 
@@ -60,6 +61,7 @@ def check_configuration(output: OutputFiles, source: Checkpoint | None, family: 
         return
     if not carried:
         _check_modules(output, schema, quantization, family, findings)
+        check_described(output, source, quantization, family, findings)
 
 
 def _check_modules(

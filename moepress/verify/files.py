@@ -67,6 +67,8 @@ def read_output(folder: Path, findings: Findings) -> OutputFiles | None:
     for shard in on_disk:
         try:
             with safe_open(folder / shard, framework="pt") as file:
+                if (file.metadata() or {}).get("format") != "pt":
+                    findings.problem(shard, "its header does not say format 'pt', and transformers refuses it")
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     if name in tensors:
                         findings.problem(name, f"in two shards, {tensors[name][0]} and {shard}")

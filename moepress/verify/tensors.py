@@ -76,7 +76,7 @@ class WeightCheck:
         recipe = output.report.get("recipe") or {}
         self.limit = float((recipe.get("limits") or {}).get("max_relative_error", DEFAULT_LIMIT))
         weights = recipe.get("weights") or {}
-        self.algorithm = weights.get("algorithm")
+        self.algorithm, self.scale = weights.get("algorithm"), weights.get("scale")
         self.signed_scales = bool(weights.get("signed_scales"))
         self._norms = NormFactors(
             source.config,
@@ -152,7 +152,12 @@ class WeightCheck:
         mine, theirs = self._out(name), self._src(stored.parts["scale"])
         if stored.scale_encoding == "e8m0":
             theirs = _e8m0(theirs)
-        if mine.dtype != theirs.dtype or mine.numel() != theirs.numel() or not torch.equal(_raw(mine), _raw(theirs)):
+        rows = (theirs.numel(), 1)  # one per channel, which servers want as a column
+        shapes = {
+            tuple(theirs.shape),
+            rows if stored.kind == "fp8_channel" and theirs.ndim == 1 else tuple(theirs.shape),
+        }
+        if mine.dtype != theirs.dtype or tuple(mine.shape) not in shapes or not torch.equal(_raw(mine), _raw(theirs)):
             self.findings.problem(name, "differs from the source's scale")
 
     def _rounded(self, stored: StoredWeight) -> None:
@@ -207,6 +212,10 @@ class WeightCheck:
         if not relative <= self.limit:
             problem(stored.name, f"relative error {relative:.4f}, above the limit {self.limit}")
         self._hold_against_receipt(stored.name, relative)
+        if self.algorithm == "rtn" and self.scale == "max":
+            off = int((scale != _max_scale(truth, scale.shape[1])).sum())
+            if off:
+                problem(stored.name, f"{off} of {scale.numel()} scales are not those of the recipe, max|w| / 7.5")
         if self.algorithm == "rtn":
             nearest = (truth / spread).round_().clamp_(-8, 7)
             off = int((nearest != codes).sum())
@@ -286,6 +295,12 @@ def _fit(truth: torch.Tensor, served: torch.Tensor, *, dim: int) -> torch.Tensor
     """Least-squares factor of each row (dim 1) or column (dim 0): ⟨served, truth⟩ / ⟨truth, truth⟩; 1 where truth is zero."""
     energy = truth.square().sum(dim)
     return torch.where(energy > 0, (served * truth).sum(dim) / energy.clamp_min(1e-38), 1.0)
+
+
+def _max_scale(truth: torch.Tensor, groups: int) -> torch.Tensor:
+    """BF16 [R, groups] as compressed-tensors makes them; 2⁻⁷ where that is no normal number."""
+    scale = (truth.reshape(truth.shape[0], groups, -1).abs().amax(2) / 7.5).to(torch.bfloat16)
+    return torch.where(scale.float() < 2.0**-126, torch.tensor(2.0**-7, dtype=torch.bfloat16), scale)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
