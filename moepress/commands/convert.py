@@ -62,6 +62,7 @@ def convert(
     """Press SRC into OUT. Stopped at any moment, the same command resumes."""
     from moepress import api
     from moepress.convert.finish import broken_limits
+    from moepress.convert.journal import STATE_FOLDER
 
     loaded = api.load_recipe(recipe, overrides or ())
     place = place_of_work(workers, ray_address, worker_threads, worker_gpus, gather, wait_for_workers)
@@ -90,8 +91,10 @@ def convert(
                 same_kv_as=same_kv_as,
             )
     except KeyboardInterrupt:
-        kept = f"{view.finished} of {view.shards} shards are kept" if view.finished else "no shard was finished yet"
-        stderr.print(f"\nstopped: {kept}. To go on from there:\n  {this_command()}", soft_wrap=True, markup=False)
+        # counted on the disk: the last one may have been finished and nobody told
+        kept = len(list((out / STATE_FOLDER / "receipts").glob("*.json")))
+        said = f"{kept} of {view.shards} shards are kept" if kept else "no shard was finished yet"
+        stderr.print(f"\nstopped: {said}. To go on from there:\n  {this_command()}", soft_wrap=True, markup=False)
         raise typer.Exit(130) from None
     broken = broken_limits(result.plan, result.report)
     if as_json:
