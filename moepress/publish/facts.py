@@ -125,7 +125,7 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
         title=title,
         origin=origin,
         family=output.family.title,
-        grid=f"INT{weights.num_bits}, symmetric, {group}",
+        grid="source" if output.recipe.keeps_experts else f"INT{weights.num_bits}, symmetric, {group}",
         algorithm=weights.algorithm,
         layout=str(report["layout"]),
         server=f"{output.recipe.serving.server} {output.recipe.serving.version}",
@@ -159,8 +159,14 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
         shards=dict(report["shards"]),
         digest=output.digest,
         moepress=__version__,
-        tags=["moepress", "compressed-tensors", f"int{weights.num_bits}", "quantized", "mixture-of-experts", "sglang"],
+        tags=["moepress", *_formats(output), "mixture-of-experts", "sglang"],
     )
+
+
+def _formats(output: PressedOutput) -> list[str]:
+    if output.recipe.keeps_experts:
+        return ["prefill"]
+    return ["compressed-tensors", f"int{output.recipe.weights.num_bits}", "quantized"]
 
 
 def is_score(row: Mapping[str, Any]) -> bool:
