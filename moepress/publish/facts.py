@@ -139,7 +139,7 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
         fallbacks=dict(report["fallbacks"]),
         calibration=_calibration(output),
         cost=_cost(fidelity, evaluate),
-        not_for=_not_for(evaluate, validate),
+        not_for=_not_for(evaluate, validate, quantized=not output.recipe.keeps_experts),
         fidelity=fidelity,
         evaluate=evaluate,
         evaluated=(output.results.get("evaluate") or {}).get("finished"),
@@ -278,7 +278,7 @@ def _range(values: list[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | None) -> list[str]:
+def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | None, *, quantized: bool) -> list[str]:
     """When not to use the weights: from the evidence, and from what is missing of it."""
     found = []
     rows = list((evaluate or {}).get("rows") or ())
@@ -295,12 +295,14 @@ def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | N
         found.append(
             f"where an answer must be the source's word for word: half of the long answers part by token {median}"
         )
-    else:
+    elif quantized:
         found.append(
             "where an answer must be the source's word for word: quantized weights give other words sooner or later"
         )
     if validate is None:
         found.append("unwatched: no server was seen loading these files")
+    if not quantized:
+        return [*found, "beside a decode server whose weights hold other KV scales: moepress verify --same-kv-as tells"]
     found.append("behind a service that names the source model without saying that its weights are quantized")
     return found
 
