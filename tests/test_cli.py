@@ -153,7 +153,7 @@ def test_a_wish_to_stop_that_a_finalizer_swallowed_is_not_lost() -> None:
         "ref = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT) or sum(range(10)))\n"
         "del thing\n"
         "print('lost')\n"
-        "try: ConvertView(quiet=True).advance(1)\nexcept KeyboardInterrupt: print('found')"
+        "try: ConvertView().advance(1)\nexcept KeyboardInterrupt: print('found')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == ["lost", "found"]

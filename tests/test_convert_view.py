@@ -19,8 +19,8 @@ from tests.tiny_checkpoints import TinyCheckpoint
 class Looking(ConvertView):
     """A view that is read whenever a shard is done and in the middle of each."""
 
-    def __init__(self, *, quiet: bool = True) -> None:
-        super().__init__(quiet=quiet)
+    def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
         self.screens: list[str] = []
 
@@ -76,7 +76,7 @@ def test_without_a_terminal_lines_come_by_themselves(
 ) -> None:
     """Also where nothing advances: a log that is silent for an hour looks like a run that hangs."""
     monkeypatch.setattr(convert_view, "LOG_EVERY", (0.05, 0.05))
-    with ConvertView(quiet=False) as view:
+    with ConvertView() as view:
         convert(tiny("kimi").folder, tmp_path / "out", recipe_for("kimi"), threads=1, watcher=view)
     said = capsys.readouterr().err.splitlines()
     assert re.match(r"\d\d:\d\d:\d\d ", said[0])

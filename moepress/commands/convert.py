@@ -69,7 +69,7 @@ def convert(
     computing = device_of_this_process(device, workers)
     if stream and place is not None:
         raise HubError("workers read the source from files, and --stream has none yet", where="--stream")
-    view = ConvertView(quiet=as_json)
+    view = ConvertView()
     try:
         with (
             here_or_arriving(source, out, stream=stream, delete=delete_source, folder=source_dir, quiet=as_json) as (

@@ -45,18 +45,14 @@ WORDS = {"press": "pressing", "follow": "running through", "measure": "measuring
 
 
 class ConvertView:
-    """Watches a conversion (`convert.watcher.Watcher`) and shows it; a context manager.
-
-    Args:
-        quiet: show nothing.
+    """Watches a conversion (`convert.watcher.Watcher`) and shows it on stderr; a context manager.
 
     Attributes:
         finished: shards that are durable, those of earlier runs too; None before the conversion began.
         shards: shards of the whole conversion.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: Live | None = None
         self._ticker: threading.Thread | None = None
@@ -75,8 +71,6 @@ class ConvertView:
         self.shards = 0
 
     def __enter__(self) -> ConvertView:
-        if self._quiet:
-            return self
         if stderr.is_terminal:
             self._live = Live(console=stderr, get_renderable=self._render, refresh_per_second=4, transient=True)
             self._live.start()
@@ -99,10 +93,8 @@ class ConvertView:
     def begin(self, plan: ConversionPlan, course: Course) -> None:
         from moepress.convert.forecast.pace import Pace
 
-        guess = None
-        if not self._quiet:
-            warnings(plan.warnings)
-            guess = _tell_calibration_cost(plan)
+        warnings(plan.warnings)
+        guess = _tell_calibration_cost(plan)
         press_layers = course.ahead.get("press", 0)
         with self._lock:
             self._plan, self._total, self._done = plan, plan.source_bytes, course.bytes_finished
