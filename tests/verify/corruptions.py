@@ -456,6 +456,8 @@ def _described(described: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str,
                 family,
                 document("config.json", at(("quantization_config", *path), changed)),
             )
+            if family != "kimi":
+                continue
             yield (
                 f"{family} quantization_config {name}: removed",
                 family,
@@ -533,7 +535,7 @@ def _state_corruptions(states: dict[str, Any]) -> Iterator[tuple[str, str, Corru
     """Every leaf of the plan and of the report, every field of a receipt and of one quantized weight's record."""
     for name, value in states.items():
         label = name.removeprefix(".moepress/")
-        every = list(leaves(value))
+        every = [path for path in leaves(value) if not any(isinstance(key, int) and key > 0 for key in path)]
         weights = [path for path in every if "weights" in path[:1]]
         if weights:  # of a receipt's records, those of one weight
             every = [path for path in every if path not in weights or path[1] == weights[0][1]]
@@ -624,7 +626,7 @@ def corruptions(good: dict[str, Path]) -> dict[str, tuple[str, Corrupt]]:
     """
     kimi = good["kimi"]
     receipts = sorted(f".moepress/receipts/{path.name}" for path in (kimi / ".moepress" / "receipts").iterdir())
-    states = {name: load(kimi / name) for name in (REPORT, ".moepress/plan.json", receipts[0], receipts[1])}
+    states = {name: load(kimi / name) for name in (REPORT, ".moepress/plan.json", receipts[1])}
     side = sorted(build("kimi").side)
     described = {family: load(good[family] / "config.json")["quantization_config"] for family in ("kimi", "glm4")}
     table: dict[str, tuple[str, Corrupt]] = {}
