@@ -186,7 +186,8 @@ def _gptq_on_device(
 ) -> GptqResult:
     """The batched path; arguments as in ``gptq``, all on one device."""
     stacked = hessian if hessian.ndim == 3 else hessian[None]
-    upper, order, shift, used = factorize_batched(stacked, ladder)
+    with exact_products():
+        upper, order, shift, used = factorize_batched(stacked, ladder)
     importance = (stacked.diagonal(dim1=1, dim2=2) + shift.float()[:, None]).expand(len(weight), -1)
     scales = scales_batched(weight, importance, grid, scale)
     codes, loss, sum_sq = round_columns_batched(weight, scales, upper, order, grid, _round_block_for(weight))
