@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from moepress.convert.receipts import PUBLISHED_RECEIPTS, published_receipts
 from moepress.errors import ConvertError
-from moepress.formats.sealed_json import content_digest, seal_problem
+from moepress.formats.sealed_json import DIGEST, content_digest, seal_problem
 from moepress.results import SIGNATURE_NAME
 from moepress.verify.findings import Findings
 
@@ -91,9 +91,9 @@ def read_output(folder: Path, findings: Findings) -> OutputFiles | None:
     if claimed != total:
         findings.problem(INDEX, f"total_size is {claimed}, the tensors have {total} bytes")
     report = _json(folder / REPORT, findings) or {}
-    if report:
-        _check_seals(report, {"config.json": config, INDEX: index}, findings)
-    receipts = _receipts(folder, findings)
+    state: dict[str, dict[str, Any]] = {REPORT: report} if report else {}
+    receipts = _receipts(folder, state, findings)
+    _check_seals(state, {"config.json": config, INDEX: index}, findings)
     return OutputFiles(folder, config, report, receipts, tensors, tuple(on_disk))
 
 
@@ -137,11 +137,21 @@ def check_side_files(output: OutputFiles, source: Path, names: tuple[str, ...], 
             findings.problem(relative, "a file that neither the source nor moepress put there")
 
 
-def _check_seals(report: dict[str, Any], written: dict[str, dict[str, Any]], findings: Findings) -> None:
-    """The report, and with it config and index, say what they said when they were written."""
-    if problem := seal_problem(report):
-        findings.problem(REPORT, problem)
-    digests = report.get("content_sha256")
+def _check_seals(state: dict[str, dict[str, Any]], written: dict[str, dict[str, Any]], findings: Findings) -> None:
+    """Report, plan and receipts, and by the report config and index, say what they said when they were written.
+
+    Where nothing has a digest, the output was written before there were any.
+
+    Args:
+        state: report, plan and receipts by their place.
+        written: config and index by their name.
+    """
+    if not any(DIGEST in part for part in state.values()):
+        return
+    for place, part in state.items():
+        if problem := seal_problem(part):
+            findings.problem(place, problem)
+    digests = state.get(REPORT, {}).get("content_sha256")
     for name, content in written.items():
         expected = digests.get(name) if isinstance(digests, dict) else None
         if expected is None:
@@ -150,30 +160,35 @@ def _check_seals(report: dict[str, Any], written: dict[str, dict[str, Any]], fin
             findings.problem(name, f"says something else than when it was written, by the checksum in {REPORT}")
 
 
-def _receipts(folder: Path, findings: Findings) -> dict[str, dict[str, Any]]:
-    """Receipts by shard: the state folder's, or those published with the weights; none where neither is there."""
-    state = folder / STATE
-    if not state.is_dir() or (folder / PUBLISHED_RECEIPTS).exists():
+def _receipts(folder: Path, state: dict[str, dict[str, Any]], findings: Findings) -> dict[str, dict[str, Any]]:
+    """Receipts by shard: the state folder's, or those published with the weights; none where neither is there.
+
+    Args:
+        state: gets plan and receipts, by their place.
+    """
+    inside = folder / STATE
+    if not inside.is_dir() or (folder / PUBLISHED_RECEIPTS).exists():
         try:
-            return published_receipts(folder)
+            published = published_receipts(folder)
         except ConvertError as error:
             findings.problem(PUBLISHED_RECEIPTS, error.what)
             return {}
-    plan = _json(state / "plan.json", findings) or {}
-    if plan and (problem := seal_problem(plan)):
-        findings.problem(f"{STATE}/plan.json", problem)
-    known = sorted(path.name.removesuffix(".json") for path in (state / "receipts").glob("*.json"))
+        state |= {f"{PUBLISHED_RECEIPTS}, {shard}": receipt for shard, receipt in published.items()}
+        return published
+    plan = _json(inside / "plan.json", findings) or {}
+    if plan:
+        state[f"{STATE}/plan.json"] = plan
+    known = sorted(path.name.removesuffix(".json") for path in (inside / "receipts").glob("*.json"))
     planned = [str(shard.get("name")) for shard in plan.get("shards") or () if isinstance(shard, dict)]
     receipts = {}
     for shard in sorted({*known, *planned}):
-        receipt = _json(state / "receipts" / f"{shard}.json", findings)
+        receipt = _json(inside / "receipts" / f"{shard}.json", findings)
         if receipt is None:
             continue
         place = f"{STATE}/receipts/{shard}.json"
         if shard not in planned:
             findings.problem(place, "a receipt of a shard that is not in the plan")
-        if problem := seal_problem(receipt):
-            findings.problem(place, problem)
+        state[place] = receipt
         if receipt.get("plan_key") != plan.get("key"):
             findings.problem(shard, "its receipt belongs to another plan")
         if receipt.get("unit") != shard:
