@@ -10,6 +10,7 @@ within the bounds of `bounded`.
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
 import shutil
@@ -46,6 +47,7 @@ def place() -> Path:
     """Where everything happens: in memory, where the machine has such a place. `outside` is what nobody may touch."""
     shared = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="moepress-fuzz-", dir=shared if shared.is_dir() else None))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     (root / "outside").mkdir()
     (root / "outside" / "secret.txt").write_text("nobody may touch this")
     return root
@@ -64,7 +66,7 @@ def warm_up() -> None:
     """Compiled kernels and libraries, before memory is limited; and the undamaged cases must be right."""
     for kind in small.KINDS:
         source, out = good(kind)
-        judge_conversion(kind, source, out)
+        judge_conversion(source, out)
 
 
 def case(seed: int, number: int) -> Case:
@@ -111,11 +113,11 @@ def damaged_source(rng: random.Random, folder: Path) -> str:
         if not verify(folder / "out", folder / "src", threads=1).problems:
             raise Wrong(f"verify passes what broke a limit: {broken}")
         return "converted, a limit broken and said so"
-    judge_conversion(kind, folder / "src", folder / "out")
+    judge_conversion(folder / "src", folder / "out")
     return "converted, as expected"
 
 
-def judge_conversion(kind: str, source: Path, out: Path) -> None:
+def judge_conversion(source: Path, out: Path) -> None:
     """The output's tensors, config and side files are what they must be, and verify agrees."""
     report = json.loads((out / "moepress_report.json").read_text())
     before, after = (json.loads((folder / "config.json").read_text("utf-8-sig")) for folder in (source, out))

@@ -198,7 +198,7 @@ def cut_file(rng: random.Random, content: dict[str, bytes]) -> None:
     content[name] = content[name][: rng.choice((0, 4, 8, 100, len(content[name]) // 2, len(content[name]) - 1))]
 
 
-def swap_shards(rng: random.Random, content: dict[str, bytes]) -> None:
+def swap_shards(_: random.Random, content: dict[str, bytes]) -> None:
     first, second = sorted(name for name in content if name.endswith(".safetensors"))[:2]
     content[first], content[second] = content[second], content[first]
 

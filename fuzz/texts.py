@@ -8,6 +8,7 @@ receipts   the table of weights' records, also from the one file of a published 
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gzip
 import json
@@ -48,7 +49,9 @@ BOMB = (
 def _folder() -> Path:
     """Where files are written: in memory, where the machine has such a place."""
     shared = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="moepress-fuzz-", dir=shared if shared.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="moepress-fuzz-", dir=shared if shared.is_dir() else None))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def case(seed: int, number: int) -> tuple[str, bytes]:

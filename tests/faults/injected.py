@@ -75,7 +75,7 @@ def failing_writes(out: Path, at: int, number: int) -> Iterator[Calls]:
 
     def below(target: Any, *_: Any) -> bool:
         if isinstance(target, int):
-            target = os.readlink(f"/proc/self/fd/{target}")
+            target = Path(f"/proc/self/fd/{target}").readlink()
         return str(target).startswith(str(out))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,12 +49,16 @@ def reseal(out: Path) -> None:
     for shard in report["shards"]:
         if (out / shard).exists():
             report["shards"][shard] = hashlib.sha256((out / shard).read_bytes()).hexdigest()
-            path = out / ".moepress" / "receipts" / f"{shard}.json"
-            receipt = {**load(path), "sha256": report["shards"][shard], "file_bytes": (out / shard).stat().st_size}
-            store(path, sealed(receipt))
+            path = receipt(out, shard)
+            size = (out / shard).stat().st_size
+            store(path, sealed({**load(path), "sha256": report["shards"][shard], "file_bytes": size}))
     for name in ("config.json", INDEX):
         report["content_sha256"][name] = content_digest(load(out / name))
     store(out / REPORT, sealed(report))
+
+
+def receipt(out: Path, shard: str) -> Path:
+    return out / ".moepress" / "receipts" / f"{shard}.json"
 
 
 def read_shard(path: Path) -> dict[str, Tensor]:
@@ -607,13 +610,11 @@ def _file_corruptions(side: list[str], receipts: list[str]) -> Iterator[tuple[st
         "code that nobody wrote": lambda out: put(out / "modeling_x.py", b"import os\n"),
         "a stranger in a folder": lambda out: put(out / "docs" / "x.md", b"x"),
         "a stranger without a name": lambda out: put(out / ".env", b"TOKEN=x"),
-        "a receipt too many": lambda out: shutil.copy(
-            out / ".moepress" / "receipts" / f"{first}.json", out / ".moepress" / "receipts" / "model-00004-of-00004.safetensors.json"
-        ) and None,
-        "a receipt of another shard": lambda out: put(
-            out / ".moepress" / "receipts" / f"{first}.json", (out / ".moepress" / "receipts" / f"{second}.json").read_bytes()
+        "a receipt too many": lambda out: put(
+            receipt(out, "model-00004-of-00004.safetensors"), receipt(out, first).read_bytes()
         ),
-    }  # fmt: skip
+        "a receipt of another shard": lambda out: put(receipt(out, first), receipt(out, second).read_bytes()),
+    }
     for said, corrupt in shards.items():
         yield said, "kimi", corrupt
 
