@@ -20,7 +20,7 @@ from moepress.verify.files import REPORT, OutputFiles, check_checksums, check_si
 from moepress.verify.findings import Findings
 from moepress.verify.kv import check_kv, recorded_contract
 from moepress.verify.kv_pair import kv_differences
-from moepress.verify.tensors import WeightCheck
+from moepress.verify.tensors import WeightCheck, check_alone
 
 
 class Watcher(Protocol):
@@ -127,6 +127,8 @@ def _check(
             check_census(output, findings)
             check_uniform_experts(output, family, findings)
         if source is None or source.folder is None:
+            with findings.examining("scales"):
+                check_alone(output, findings)
             return checked
         check_side_files(output, source.folder, source.side_files, findings)
         checked.append(f"{len(source.side_files)} side files are the source's, byte for byte")

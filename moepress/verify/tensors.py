@@ -309,3 +309,28 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def _e8m0(scale: torch.Tensor) -> torch.Tensor:
     return torch.exp2(scale.contiguous().view(torch.uint8).float() - 127)
+
+
+def check_alone(output: OutputFiles, findings: Findings) -> None:
+    """What packed weights and scales show without a source: numbers that no rounding gives, and shapes that fit no words."""
+    shards = OpenShards()
+
+    def read(name: str) -> torch.Tensor:
+        return shards.tensor(output.folder / output.tensors[name][0], name)
+
+    signed = bool(((output.report.get("recipe") or {}).get("weights") or {}).get("signed_scales"))
+    for name, (_, dtype, shape) in output.tensors.items():
+        module, _, part = name.rpartition(".")
+        if part in SCALE_NAMES and dtype in ("BF16", "F32", "F16"):
+            scale = read(name).float()
+            packed = f"{module}.weight_packed" in output.tensors
+            good = torch.isfinite(scale) & (
+                (scale != 0) if packed and signed else (scale > 0) if packed else (scale >= 0)
+            )
+            if bad := scale.numel() - int(good.sum()):
+                findings.problem(name, f"{bad} of {scale.numel()} scales are no numbers that a scale can be")
+        elif part == "weight_shape" and shape == (2,) and f"{module}.weight_packed" in output.tensors:
+            rows, columns = read(name).tolist()
+            words = output.tensors[f"{module}.weight_packed"][2]
+            if len(words) != 2 or (rows, -(-columns // 8)) != words:
+                findings.problem(name, f"says [{rows}, {columns}], the packed words are {list(words)}")
