@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,7 +92,8 @@ def ray_workers(wish: Workers, checkpoint: Checkpoint, plan: ConversionPlan, out
     Raises:
         PlanRefused: the cluster cannot place the workers, or they do not see the files.
     """
-    _start_ray(wish)
+    with _signals_kept():
+        _start_ray(wish)
     try:
         # held to the end: a worker that Ray starts again fetches it again
         given = [ray.put(WorkerStart(checkpoint, plan, out.resolve(), wish.threads, _device(wish)))]
@@ -247,6 +250,20 @@ def _start_ray(wish: Workers) -> None:
                 if wish.address
                 else "run without --workers to convert in one process",
             ) from error
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself and ends the process on the spot; whoever runs a conversion wants to end it in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _reach(address: str, wait: float) -> None:

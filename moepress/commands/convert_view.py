@@ -59,7 +59,7 @@ class ConvertView:
         self._over = threading.Event()
         self._pace: Pace | None = None
         self._plan: ConversionPlan | None = None
-        self._what = "reading headers, and the calibration text where the recipe asks for one"
+        self._what = "reading headers"
         self._layer: int | None = None
         self._in_work: dict[str, ShardPlan] = {}
         self._experts: dict[int, _Experts] = {}

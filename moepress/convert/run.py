@@ -87,6 +87,7 @@ def convert(
         from moepress.calibration.device import resolve_device
 
         device = resolve_device(device)
+        watcher.step("reading the calibration text")
         samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code)
     calibration = samples.token_sha256 if samples is not None else None
     plan = make_plan(checkpoint, recipe, calibration=calibration, taken=taken)
@@ -101,6 +102,7 @@ def convert(
     todo = [s for s in plan.shards if s.name not in done and not (recipe.calibrated and s.layer is not None)]
     if arrivals is not None:
         todo = arrivals.begin(plan, todo)
+    watcher.step("opening the output" if place is None else "waiting for workers")
     place = place or partial(in_process, threads=threads or os.cpu_count() or 1)
     with journal.open(), place(checkpoint, plan, out) as executor:
         kv = KvScales(plan, journal) if plan.kv.layers else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -166,3 +168,20 @@ def test_workers_of_this_machine_leave_other_clusters_alone(tmp_path: Path, monk
     press(source.folder, tmp_path / "one", "kimi", *SMALL)
     spread(source.folder, tmp_path / "two", "kimi", *SMALL, workers=Workers(1))
     assert shard_bytes(tmp_path / "two") == shard_bytes(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_run_with_workers_still_ends_in_order_when_it_is_asked_to(tmp_path: Path) -> None:
+    """Ray takes SIGTERM for itself when it starts, and would end the process without a word on how to go on."""
+    code = (
+        "import os, signal, ray\n"
+        "from moepress.cluster.ray_executor import Workers, _signals_kept, _start_ray\n"
+        "from moepress.commands import stopping\n"
+        "stopping.listen()\n"
+        "with _signals_kept(): _start_ray(Workers(1))\n"
+        "try: os.kill(os.getpid(), signal.SIGTERM); sum(range(10**6)); print('not stopped')\n"
+        "except KeyboardInterrupt: print('in order')\n"
+        "ray.shutdown()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
+    assert done.stdout.split("\n")[0] == "in order", done.stderr[-2000:]
