@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from moepress.errors import CheckpointError, ConvertError, FormatError, Moepress
 from moepress.formats.sources import TEMPORARY_SUFFIX, why_unusable
 
 COPY_BYTES = 4 << 20
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 """What network and FUSE file systems answer to fsync of a folder. They order renames themselves, or not at all."""
@@ -143,6 +145,8 @@ def atomic_write_json(path: Path, value: Any) -> None:
     except ValueError as error:
         place = _not_finite(value, path.name)
         raise FormatError(f"{path.name}: {place or error} cannot be written as JSON", where=str(path)) from None
+    if _HALF_CHARACTER.search(text):  # a lone surrogate, which JSON may hold as an escape and UTF-8 may not
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=True)
     atomic_write_text(path, text + "\n")
 
 

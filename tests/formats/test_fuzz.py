@@ -52,6 +52,16 @@ def test_metadata_with_half_a_character_is_refused_as_by_other_readers() -> None
         parse_header(raw, file_bytes=len(raw), name="model.safetensors")
 
 
+def test_a_half_character_in_the_configuration_is_carried_as_the_escape_it_was(tmp_path: Path) -> None:
+    """JSON can hold it, UTF-8 cannot: the finishing files could not be written, after all the work."""
+    folder = source(tmp_path / "src")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text[:-1] + ', "note": "\\ud800"}')
+    convert(folder, tmp_path / "out", load_recipe("kimi-k2", ["serving.tensor_parallel=1"]), threads=1)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "\ud800"
+    assert verify(tmp_path / "out", folder, threads=1).problems == ()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
