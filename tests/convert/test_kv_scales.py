@@ -149,8 +149,8 @@ def test_resumed_anywhere_the_bytes_are_those_of_one_run(algorithm: str, tmp_pat
     press(source.folder, tmp_path / "whole", "kimi", *options)
 
     class StopWhileMeasuring(StopAfter):
-        def unit(self, label: str) -> None:
-            if label.endswith("layer 2"):
+        def layer(self, index: int, work: str) -> None:
+            if index == 2:
                 raise KeyboardInterrupt
 
     for watcher in (StopWhileMeasuring(1000), StopAfter(1)):
