@@ -97,7 +97,8 @@ def _values(source: Tensors, name: str, block: list[int] | None) -> np.ndarray[A
     scale_dtype, scale_shape, scale_data = _scale(source, name.removesuffix(".weight"))
     scale = numbers(scale_dtype, scale_data)
     rows, columns = shape
-    if block is None or (scale.size == rows and scale_shape != (-(-rows // block[0]), -(-columns // block[1]))):
+    by_block = block is not None and scale_shape == (-(-rows // block[0]), -(-columns // block[1]))
+    if block is None or not by_block:
         return values * scale.reshape(-1, 1)  # by row, or one for all
     return values * scale.reshape(scale_shape).repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
 
