@@ -251,7 +251,9 @@ def _refuse_if_alive(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ConvertError(f"the lock of the output folder cannot be read: {error.strerror}", where=str(path)) from error
+        raise ConvertError(
+            f"the lock of the output folder cannot be read: {error.strerror}", where=str(path)
+        ) from error
     except (ValueError, KeyError, TypeError):
         host, pid, started = socket.gethostname(), -1, None  # cut short by a crash: nobody lives behind it
     if host != socket.gethostname():

@@ -24,6 +24,7 @@ from moepress.convert.journal import STATE_FOLDER
 from moepress.convert.receipts import PUBLISHED_RECEIPTS
 from moepress.errors import MoepressError
 from moepress.formats.atomic import atomic_file, write_all
+from moepress.formats.sealed_json import DIGEST, sealed
 from moepress.formats.shard_index import INDEX_NAME, list_some
 from moepress.formats.side_files import CONFIG_NAME
 from moepress.formats.sources import TEMPORARY_SUFFIX
@@ -105,11 +106,11 @@ def stage(publishable: Publishable, card: str, scores: Mapping[str, bytes] | Non
 
 
 def receipts_bytes(publishable: Publishable) -> bytes:
-    """All receipts in one: the same receipts give the same bytes."""
-    receipts = {
-        shard: {field: value for field, value in receipt.items() if field != "seconds"}
-        for shard, receipt in publishable.receipts.items()
-    }
+    """All receipts in one, sealed again without their times: the same receipts give the same bytes."""
+    receipts = {}
+    for shard, receipt in publishable.receipts.items():
+        kept = {field: value for field, value in receipt.items() if field != "seconds"}
+        receipts[shard] = sealed(kept) if DIGEST in receipt else kept
     data = {"report_sha256": publishable.digest, "receipts": receipts}
     text = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
     return gzip.compress(text, mtime=0)

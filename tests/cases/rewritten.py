@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from moepress.formats.sealed_json import sealed
 from tests.tiny_checkpoints import TinyCheckpoint
 from tests.tiny_checkpoints.generator import write_shards
 
@@ -28,10 +29,17 @@ def rewrite_tensors(tiny: TinyCheckpoint, edit: Callable[[dict[str, torch.Tensor
 
 
 def rewrite_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Edits a JSON file."""
+    """Edits a JSON file; a digest it may carry of itself stays that of the old content."""
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data))
+
+
+def rewrite_sealed(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edits a JSON file with a digest of itself, as whoever wrote it would have written it."""
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(sealed(data)))
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.verify.run import verify
-from tests.cases.rewritten import INDEX, rewrite_json, rewrite_tensors, same_bits, tensors_of
+from tests.cases.rewritten import INDEX, rewrite_json, rewrite_sealed, rewrite_tensors, same_bits, tensors_of
 from tests.pressing import press
 from tests.tiny_checkpoints import TinyCheckpoint, build, storage
 
@@ -90,7 +90,7 @@ def test_fallbacks_above_the_budget_fail_the_run(tmp_path: Path) -> None:
     def fall_back(data: dict[str, Any]) -> None:
         data["weights"][weight] |= {"decision": "fallback", "reason": "not positive definite at any damping"}
 
-    rewrite_json(receipt, fall_back)
+    rewrite_sealed(receipt, fall_back)
     command = ["convert", str(source.folder), str(tmp_path / "out"), "--recipe", "kimi-k2"]
     done = subprocess.run(
         [sys.executable, "-m", "moepress.cli", *command, "--set", "serving.tensor_parallel=1"],
