@@ -39,7 +39,7 @@ def main() -> None:
     run("moepress", "fidelity", out, "--source", source, *heldout, "--samples", "8", "--length", "256")
     if "MOEPRESS_SGLANG_PYTHON" in os.environ or Path(".venv-sglang/.installed").exists():
         run("moepress", "validate", out, "--baseline", source, "--cpu-lab", may_fail=True)
-        run("moepress", "evaluate", out, "--baseline", source, "--cpu-lab", may_fail=True)
+        run("moepress", "evaluate", out, "--baseline", source, "--cpu-lab", "--top-k", "256", may_fail=True)
     card = str(ROOT / "docs" / "example-card.md")
     run("moepress", "card", out, "--title", "tiny-kimi-int4", "--base-model", "press/tiny-kimi", "--output", card)
 
