@@ -19,6 +19,7 @@ A request that does not agree is pointed at the padding row before attention run
     coverage       what is not covered, refused when the server starts
     patching       putting hooks in place, and proving that they are
     reporting      counters, metrics, one JSON line per violation
+    status         the counters of every rank, as /server_info shows them
     faults         faults on purpose, for tests
 
 Active where this folder is on PYTHONPATH (or installed) and MOEPRESS_KV_INTEGRITY names a mode:

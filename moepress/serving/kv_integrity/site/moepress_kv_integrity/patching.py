@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import MODE_VARIABLE, SGLANG_VERSION, careful, coverage, guarding, mode, recording, reporting
+from . import MODE_VARIABLE, SGLANG_VERSION, careful, coverage, guarding, mode, recording, reporting, status
 from .watch import ATTRIBUTE, attach
 
 MARKER = "moepress KV integrity: active"
@@ -71,7 +71,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(_SCHEDULER + "run_batch", "self batch pp_proxy_tensors", guarding.run_batch),
         Hook(_SCHEDULER + "process_batch_result", "self batch result", guarding.process_batch_result),
         Hook(_SCHEDULER + "on_idle", "self", careful.idle),
-        Hook(_SCHEDULER + "get_internal_state", "self recv_req", reporting.internal_state),
+        Hook(_SCHEDULER + "get_internal_state", "self recv_req", status.internal_state),
         Hook(_SCHEDULER + "__init__", "self server_args port_args", _watch_scheduler),
         Hook(
             "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
