@@ -65,7 +65,7 @@ lm-eval: .venv-lm-eval/.installed  ## lm-eval 0.4.13 in an environment of its ow
 bench: $(VENV)/.installed  ## side by side with the peers; writes JSON under benchmarks/results
 	$(BIN)/python benchmarks/run_all.py
 
-docs: $(VENV)/.installed  ## the site into site/: reference pages from the code, every link checked
+docs: $(VENV)/.installed  ## the site into build/site/: reference pages from the code, every link checked
 	$(BIN)/python docs/generate
 	$(BIN)/mkdocs build
 
@@ -82,4 +82,4 @@ sbom: $(VENV)/.installed  ## CycloneDX bill of materials of what the wheel needs
 		$(BIN)/cyclonedx-py requirements - --pyproject pyproject.toml --output-file dist/moepress.cdx.json
 
 clean:
-	rm -rf $(VENV) $(DEMO) site dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) dist build .pytest_cache .mypy_cache .ruff_cache
