@@ -184,6 +184,7 @@ def test_inspect_adds_up(family: str, tiny: Callable[[str], TinyCheckpoint]) -> 
     assert sum(row["tensors"] for row in data["rows"]) == len(checkpoint.tensors)
 
 
+@pytest.mark.slow
 def test_the_whole_path_and_each_next_step(tmp_path: Path) -> None:
     """Every command ends with the next one to run, and that next command works."""
     source = build("kimi", tmp_path / "src").folder
@@ -204,6 +205,7 @@ def test_the_whole_path_and_each_next_step(tmp_path: Path) -> None:
     assert "verified" in verified.stdout
 
 
+@pytest.mark.slow
 def test_json_is_data_alone(tmp_path: Path) -> None:
     source = build("kimi", tmp_path / "src").folder
     recipe = ("--recipe", "kimi-k2", "--set", "serving.tensor_parallel=1")
@@ -217,6 +219,7 @@ def test_json_is_data_alone(tmp_path: Path) -> None:
         json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_exit_codes(tmp_path: Path) -> None:
     """0 good, 1 checked and found wanting, 2 could not be done; never a traceback."""
     source = build("kimi", tmp_path / "src").folder

@@ -216,6 +216,7 @@ def test_an_empty_weight_is_fine() -> None:
     assert rtn(torch.zeros(0, 128), Grid()).codes.shape == (0, 128)
 
 
+@pytest.mark.slow
 def test_kernels_work_where_the_package_is_read_only(tmp_path: Path) -> None:
     """Numba's cache falls back to the user's folder; importing compiles nothing."""
     package, home = tmp_path / "site" / "moepress", tmp_path / "home"

@@ -132,8 +132,8 @@ def test_speed_comes_from_bench_serving_on_both_sides(whole: dict[str, Any]) -> 
     assert [row["concurrency"] for row in speed["decode"]] == [1, 4]
     for row in speed["decode"]:
         for side in (row["candidate"], row["baseline"]):
-            assert len(side["decode"]["runs"]) == 1
-            assert side["decode"]["max"] >= side["decode"]["value"] >= side["decode"]["min"] > 0
+            assert side["decode"]["value"] > 0
+            assert "runs" not in side["decode"], "one measurement has no spread"
             assert side["ttft_p95"]["value"] >= side["ttft_p50"]["value"] > 0
             assert side["inter_token_p95"]["value"] >= side["inter_token_p50"]["value"] > 0
     assert speed["prefill"]["candidate"]["prefill"]["value"] > 0

@@ -40,6 +40,7 @@ def copy(out: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_every_single_corruption_is_found_and_its_place_named(
     good: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
