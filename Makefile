@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   ?= demo-out
+SERVED := tests/serving tests/evaluate tests/hub tests/publish
 
 .PHONY: demo test test-fast style bench sglang-cpu sglang-if-possible vllm-cpu lm-eval docs docs-serve audit sbom clean
 
@@ -19,7 +20,10 @@ demo: $(VENV)/.installed  ## press the trained tiny Kimi: export, inspect, plan,
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo.py $(DEMO)
 
 test: $(VENV)/.installed style $(if $(filter no,$(SGLANG)),,sglang-if-possible)  ## everything, other projects' software as judges included; SGLANG=no: without a server
-	$(BIN)/python -m pytest
+	@echo "two halves side by side, about half an hour on two cores; what talks to servers is shown when it is done"
+	@$(BIN)/python -m pytest $(SERVED) > .test-served.log 2>&1 & served=$$!; \
+	$(BIN)/python -m pytest tests $(SERVED:%=--ignore=%); rest=$$?; \
+	wait $$served; served=$$?; cat .test-served.log; test $$rest -eq 0 -a $$served -eq 0
 
 test-fast: $(VENV)/.installed  ## the loop while writing: under two minutes
 	$(BIN)/python -m pytest -m "not slow" -x

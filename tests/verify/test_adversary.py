@@ -45,7 +45,9 @@ def test_every_single_corruption_is_found_and_its_place_named(
     good: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     table = corruptions({family: out for family, (_, out) in good.items()})
-    assert len(table) >= 500
+    assert len(table) >= 800
+    if not os.environ.get("MOEPRESS_ALL_CORRUPTIONS"):  # every third, of every family and part, in half a minute
+        table = dict(list(table.items())[::3])
     missed = []
     found: Counter[str] = Counter()
     for number, (name, (family, corrupt)) in enumerate(table.items()):
