@@ -89,7 +89,7 @@ def judge_loads(bounds: Gates, loads: Loads | None, absent: str) -> list[Gate]:
         return [Gate("loads", Failed(f"{problems[0]}{more}", numbers))]
     if loads.after is None:
         return [Gate("loads", NotJudged(f"the headers are right; {loads.not_proven}", numbers))]
-    numbers["parameters"] = Figure(loads.after.parameters, "parameters")
+    numbers["in the server"] = Figure(loads.after.parameters, "parameters")
     kept_out = sum(loads.after.excused.values())
     excused = f", {kept_out:,} rightly left out" if kept_out else ""
     return [Gate("loads", Passed(f"{loads.after.used:,} of {loads.tensors:,} tensors loaded{excused}", numbers))]
@@ -103,9 +103,9 @@ def judge_memory(bounds: Gates, memory: Headroom | None, absent: str, *, smoke: 
     if memory is None or memory.candidate.weights is None:
         return [Gate("max_gib_per_gpu", NotJudged(absent or "the server does not say what its weights take"))]
     held = memory.candidate.weights
+    if smoke:  # what a server on a processor calls the memory of its weights is the change of a busy machine's free memory
+        return [Gate("max_gib_per_gpu", NotJudged("no GPU here", {"bound": limit}))]
     numbers = {"weights per GPU": held, "bound": limit}
-    if smoke:
-        return [Gate("max_gib_per_gpu", NotJudged("no GPU here", numbers))]
     if memory.tensor_parallel != memory.planned_parallel:
         planned = f"the bound is for {memory.planned_parallel} GPUs, this ran on {memory.tensor_parallel}"
         return [Gate("max_gib_per_gpu", NotJudged(planned, numbers))]
