@@ -103,7 +103,9 @@ def judge_memory(bounds: Gates, memory: Headroom | None, absent: str, *, smoke: 
     if memory is None or memory.candidate.weights is None:
         return [Gate("max_gib_per_gpu", NotJudged(absent or "the server does not say what its weights take"))]
     held = memory.candidate.weights
-    if smoke:  # what a server on a processor calls the memory of its weights is the change of a busy machine's free memory
+    if (
+        smoke
+    ):  # what a server on a processor calls the memory of its weights is the change of a busy machine's free memory
         return [Gate("max_gib_per_gpu", NotJudged("no GPU here", {"bound": limit}))]
     numbers = {"weights per GPU": held, "bound": limit}
     if memory.tensor_parallel != memory.planned_parallel:
