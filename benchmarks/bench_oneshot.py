@@ -118,7 +118,7 @@ def contenders(folder: Path, tokens: int, threads: int) -> dict[str, list[str]]:
     )
     import_peer = (  # in the order of the process: transformers first
         "import moepress.convert.llmcompressor.process as p, transformers.models.deepseek_v3.modeling_deepseek_v3;"
-        "p._stand_in_for_torchvision(); import llmcompressor, datasets; from llmcompressor.modifiers.gptq import GPTQModifier"
+        "p.stand_in_for_torchvision(); import llmcompressor, datasets; from llmcompressor.modifiers.gptq import GPTQModifier"
     )
     return {
         "moepress": ours,

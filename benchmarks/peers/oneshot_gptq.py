@@ -15,38 +15,20 @@ to stdout as JSON. Importing llm-compressor changes transformers, so nothing is 
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
 import json
 import re
 import sys
 import time
-import types
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from moepress.convert.llmcompressor.process import stand_in_for_torchvision
+
 ROOT = Path(__file__).resolve().parents[2]
 EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
-
-
-def stand_in_for_torchvision() -> None:
-    """llm-compressor imports torchvision for vision models, which are not used here; an empty package is enough."""
-
-    class Anything(types.ModuleType):
-        __path__: ClassVar[list[str]] = []
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io"):
-        module = Anything(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        sys.modules[name] = module
 
 
 def main() -> None:

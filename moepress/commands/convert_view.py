@@ -164,7 +164,7 @@ class ConvertView:
         with self._lock:
             if self._plan is None:
                 return f"{time.strftime('%H:%M:%S')} {self._what}"
-            parts = [f"{self._done / max(1, self._total):4.0%}", self._now(), self._rate(), self._left()]
+            parts = [f"{self._done / max(1, self._total):4.0%}", self._now(), self._rate(), _left(self._seconds_left())]
             if self._worst is not None:
                 parts.append(f"worst error {self._worst[0]:.4f} ({short_name(self._worst[1])})")
         return f"{time.strftime('%H:%M:%S')} {', '.join(part for part in parts if part)}"
@@ -173,14 +173,14 @@ class ConvertView:
         with self._lock:
             if self._plan is None:
                 return Text(f"{self._what} …")
-            gone = duration(time.monotonic() - self._started)
+            gone, left = duration(time.monotonic() - self._started), self._seconds_left()
             share = self._done / max(1, self._total)
             bar = Table.grid(padding=(0, 2))
             bar.add_row(
                 ProgressBar(total=1.0, completed=share, width=min(40, max(10, stderr.width // 3))),
                 f"{share:.0%}",
                 self._rate(),
-                f"{gone} gone, {self._left()}{self._until()}",
+                f"{gone} gone, {_left(left)}{_until(left)}",
             )
             lines: list[RenderableType] = [Text(self._now(), no_wrap=True, overflow="ellipsis"), bar]
             if self._worst is not None:
@@ -208,16 +208,8 @@ class ConvertView:
         seconds = time.monotonic() - first
         return throughput((done - before) / seconds) if done > before and seconds > 0.2 else ""
 
-    def _left(self) -> str:
-        left = self._pace.left() if self._pace is not None else None
-        return "time left not known yet" if left is None else f"{duration(left)} left"
-
-    def _until(self) -> str:
-        left = self._pace.left() if self._pace is not None else None
-        if left is None or left < 600:
-            return ""
-        day = "%H:%M" if left < 43200 else "%a %H:%M"
-        return f", until about {time.strftime(day, time.localtime(time.time() + left))}"
+    def _seconds_left(self) -> float | None:
+        return self._pace.left() if self._pace is not None else None
 
     def _log(self) -> None:
         early, late = LOG_EVERY
@@ -229,6 +221,17 @@ class ConvertView:
             error = record.get("relative_error")
             if error is not None and (self._worst is None or error > self._worst[0]):
                 self._worst = (error, name)
+
+
+def _left(seconds: float | None) -> str:
+    return "time left not known yet" if seconds is None else f"{duration(seconds)} left"
+
+
+def _until(seconds: float | None) -> str:
+    if seconds is None or seconds < 600:
+        return ""
+    day = "%H:%M" if seconds < 43200 else "%a %H:%M"
+    return f", until about {time.strftime(day, time.localtime(time.time() + seconds))}"
 
 
 class _Experts:

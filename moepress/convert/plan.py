@@ -216,7 +216,6 @@ def check_parallel(config: dict[str, Any], recipe: Recipe) -> None:
     """
     ranks, specs = recipe.serving.tensor_parallel, pressed_specs(config, recipe)
     problems = tensor_parallel_problems(config, specs, tp=ranks)
-    problems = sorted(problems, key=lambda problem: " groups of " not in problem)  # what the recipe chose comes first
     if problems:
         fewer = (ranks // part for part in range(2, ranks + 1) if ranks % part == 0)
         fits = next((tp for tp in fewer if not tensor_parallel_problems(config, specs, tp=tp)), None)

@@ -239,6 +239,9 @@ def tensor_parallel_problems(config: Config, specs: Iterable[WeightSpec], *, tp:
         specs: from ``expected_weights``, or `pressed`.
         tp: tensor-parallel ranks.
         ep: expert-parallel ranks among them; experts are then split over tp/ep ranks only.
+
+    Returns:
+        Those of INT4 groups first, which a recipe chooses, then those of the model as it is.
     """
     text = text_config(identify_family(config), config)
     heads, experts = int(text["num_attention_heads"]), dimensions(identify_family(config), config)["experts"]
@@ -250,6 +253,7 @@ def tensor_parallel_problems(config: Config, specs: Iterable[WeightSpec], *, tp:
     if experts % ep:
         problems.append(f"{experts} experts do not divide over {ep} expert-parallel ranks")
     seen = set()
+    of_groups: list[str] = []
     for spec in specs:
         identity, stored = spec.identity, spec.published
         key = (identity.component, identity.projection, spec.shape, stored)
@@ -259,8 +263,8 @@ def tensor_parallel_problems(config: Config, specs: Iterable[WeightSpec], *, tp:
         ranks = max(tp // ep, 1) if identity.component is Component.ROUTED_EXPERT else tp
         if identity.projection in ("k_proj", "v_proj"):
             ranks = min(tp, int(text["num_key_value_heads"]))
-        problems += _cut_problems(spec, ranks)
-    return problems
+        (of_groups if stored.kind == "int4" else problems).extend(_cut_problems(spec, ranks))
+    return of_groups + problems
 
 
 def _cut_problems(spec: WeightSpec, ranks: int) -> list[str]:

@@ -12,7 +12,7 @@ shrunk (`quantize.hessian`); one that saw none is quantized by what its layer sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from moepress.quantize.gptq import gptq
 from moepress.quantize.grid import Grid, QuantizedWeight
 from moepress.quantize.hessian import down_target, gate_up_target, shrink, shrinkage
 from moepress.quantize.products import products_in
-from moepress.quantize.rtn import rtn
+from moepress.quantize.rtn import measure, rtn
 from moepress.quantize.side_by_side import side_by_side
 from moepress.recipe import Recipe
 
@@ -147,10 +147,7 @@ def _gate_up(
         device=str(block.gate_up.device),
     )
     target = gate_up_target(pooled)
-    for slot, tokens in enumerate(moments.tokens.tolist()):
-        own = _mean(moments.gram[slot], float(moments.mass[slot]))
-        trusted = calibration.hessian == "expert" and tokens > 0
-        moments.gram[slot] = own if trusted else shrink(own, target, tokens)
+    _blend(moments, recipe, lambda *_: target)
     return _sweep(block.gate_up, _aim(block.gate_up, moments), moments.gram, moments.tokens.tolist(), grid, recipe)
 
 
@@ -168,11 +165,21 @@ def _down(
         router_weighted=calibration.router_weighted,
         device=str(block.down.device),
     )
+    _blend(moments, recipe, lambda own, tokens: down_target(own, tokens, 1.0))
+    return _sweep(block.down, _aim(block.down, moments), moments.gram, moments.tokens.tolist(), grid, recipe)
+
+
+def _blend(moments: InputMoments, recipe: Recipe, target: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Each expert's sum becomes its mean, in place, shrunk towards ``target(mean, tokens)`` unless it is trusted alone."""
     for slot, tokens in enumerate(moments.tokens.tolist()):
         own = _mean(moments.gram[slot], float(moments.mass[slot]))
-        trusted = calibration.hessian == "expert" and tokens > 0
-        moments.gram[slot] = own if trusted else shrink(own, down_target(own, tokens, 1.0), tokens)
-    return _sweep(block.down, _aim(block.down, moments), moments.gram, moments.tokens.tolist(), grid, recipe)
+        trusted = _trusted(recipe, tokens)
+        moments.gram[slot] = own if trusted else shrink(own, target(own, tokens), tokens)
+
+
+def _trusted(recipe: Recipe, tokens: int) -> bool:
+    """The recipe wants an expert's own Hessian as it is, and it has one."""
+    return recipe.calibration.hessian == "expert" and tokens > 0
 
 
 def _sweep(
@@ -184,13 +191,12 @@ def _sweep(
     columns = weight.shape[-1]
     notes = []
     for slot, (decision, tokens) in enumerate(zip(result.decisions(), tokens_each, strict=True)):
-        own = calibration.hessian == "expert" and tokens > 0
         notes.append(
             {
                 **decision.as_json(),
                 "method": recipe.weights.algorithm if isinstance(decision, Quantized) else decision.as_json()["method"],
                 "tokens": tokens,
-                "shrinkage": 0.0 if own else shrinkage(tokens, columns),
+                "shrinkage": 0.0 if _trusted(recipe, tokens) else shrinkage(tokens, columns),
                 "target_change": round(aim.changes[slot], 6),
             }
         )
@@ -259,8 +265,6 @@ def _measure_halves(
     block: ExpertBlock, gate_up: QuantizedWeight, records: dict[tuple[int, str], dict[str, Any]]
 ) -> None:
     """gate and up were one matrix on the way; each gets error figures of its own."""
-    from moepress.quantize.rtn import measure
-
     inner = block.down.shape[-1]
     for slot, expert in enumerate(block.experts):
         for projection, rows in (("gate_proj", slice(0, inner)), ("up_proj", slice(inner, 2 * inner))):

@@ -66,7 +66,7 @@ def quantize(request: Request) -> None:
     if request.threads:
         torch.set_num_threads(request.threads)
     model = load(Path(request.model), request.model_type)
-    _stand_in_for_torchvision()
+    stand_in_for_torchvision()
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -148,7 +148,7 @@ def write_experts(model: torch.nn.Module, out: Path) -> int:
     return written
 
 
-def _stand_in_for_torchvision() -> None:
+def stand_in_for_torchvision() -> None:
     """llm-compressor imports torchvision for vision models, which are not used here; an empty package is enough."""
     if importlib.util.find_spec("torchvision") is not None:
         return

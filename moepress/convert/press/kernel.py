@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moepress.quantize.compiled import kernel
+from moepress.quantize.rounding_kernel import MAGNITUDE, NOT_FINITE, SMALLEST_NORMAL, ZERO_GROUP
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -52,10 +53,6 @@ _TO_NIBBLE = np.float32(1.5 * 2**23 + 8)
 _SIGN_AND_FIELDS = np.int32(-0x79000000 + 0x00F00000)  # 0x87F00000
 _BIAS = np.int32((127 - 7) << 23)
 _SMALLEST_NORMAL_FP8 = np.float32(2.0**-6)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-_NOT_FINITE = np.int32(0x7F800000)
-_SMALLEST_NORMAL = np.int32(0x00800000)
-_ZERO_GROUP = np.int32(0x3C000000)  # 2^-7
 _EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
 _EVEN_PAIRS = np.uint64(0x0000FFFF0000FFFF)
 _LOW_WORD = np.uint64(0xFFFFFFFF)
@@ -198,9 +195,9 @@ def count_fp8_nans(codes: Fp8Codes) -> int:
 def _count_not_finite(bits: Ints, columns: int) -> tuple[int, int]:
     nans, infinities = 0, 0
     for c in range(columns):
-        magnitude = bits[c] & _MAGNITUDE
-        nans += magnitude > _NOT_FINITE
-        infinities += magnitude == _NOT_FINITE
+        magnitude = bits[c] & MAGNITUDE
+        nans += magnitude > NOT_FINITE
+        infinities += magnitude == NOT_FINITE
     return nans, infinities
 
 
@@ -248,10 +245,10 @@ def _take_scales(bits: Ints, columns: int, peaks: Ints, divisor: float, stored: 
         row_scales[g] = row_scales[g] / np.float32(divisor)
     for g in range(row_scales.size):  # to BF16, half to even; what is no normal number becomes 2^-7
         rounded = (scale_bits[g] + np.int32(0x7FFF) + ((scale_bits[g] >> 16) & 1)) & np.int32(-65536)
-        scale_bits[g] = rounded if rounded >= _SMALLEST_NORMAL else _ZERO_GROUP
+        scale_bits[g] = rounded if rounded >= SMALLEST_NORMAL else ZERO_GROUP
     for g in range(row_scales.size):
         stored[g] = np.uint16(scale_bits[g] >> 16)
-    return bool(largest < _NOT_FINITE)
+    return bool(largest < NOT_FINITE)
 
 
 @kernel
@@ -278,7 +275,7 @@ def _peaks(bits: Ints, count: int, width: int, buffers: Ints) -> Ints:
 @kernel
 def _first_round(bits: Ints, a: Ints, count: int) -> None:
     for j in range(count):
-        a[j] = max(bits[2 * j] & _MAGNITUDE, bits[2 * j + 1] & _MAGNITUDE)
+        a[j] = max(bits[2 * j] & MAGNITUDE, bits[2 * j + 1] & MAGNITUDE)
 
 
 @kernel
