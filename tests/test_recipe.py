@@ -47,8 +47,14 @@ def test_all_problems_are_reported_at_once_with_their_paths(tmp_path: Path) -> N
     assert {"name", "families", "weights.group_size", "weights.wrong", "output", "rest.attention", "--set"} <= set(
         found
     )
-    assert found["weights.wrong"] == "no such field"
-    assert problems_of(path, "weights.groupsize=32")["weights.groupsize"] == "no such field; did you mean group_size?"
+    assert found["weights.wrong"].startswith("no such field; weights has algorithm, num_bits, group_size")
+    for written, meant in (
+        ("weights.groupsize", "weights.group_size"),
+        ("group_size", "weights.group_size"),
+        ("weights.calibration", "calibration"),
+        ("weights.samples", "calibration.samples or kv_cache.samples"),
+    ):
+        assert problems_of(path, f"{written}=32")[written] == f"no such field; did you mean {meant}?"
     assert "48" in found["weights.group_size"]
 
 
@@ -120,6 +126,12 @@ def test_sizes_are_decimal_or_binary_as_written(text: str | int, size: int) -> N
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("size", ["5GB", "4GiB", "1500MB", "768MiB", "1B"])
+def test_a_recipe_writes_sizes_as_people_do(size: str) -> None:
+    shown = load_recipe("kimi-k2", [f"calibration.memory={size}"]).model_dump(mode="json")
+    assert shown["calibration"]["memory"] == size
 
 
 def test_canonical_json_ignores_spelling_and_sees_meaning(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,19 @@ def recipe_text(source: str) -> tuple[str, str]:
     Raises:
         RecipeError: neither a shipped name nor a readable file.
     """
-    path = Path(source)
+    path, list_recipes = Path(source), "moepress recipes list shows what ships"
     if path.suffix in (".yaml", ".yml") or path.exists():
         try:
             return path.read_text(encoding="utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError([("(file)", str(error))], where=source, hint="moepress recipes list") from error
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise RecipeError([("(file)", f"cannot be read: {why}")], where=source, hint=list_recipes) from error
     if source in shipped_recipes():
         return (resources.files("moepress") / "recipes" / f"{source}.yaml").read_text(
             encoding="utf-8"
         ), f"shipped recipe {source}"
     known = ", ".join(shipped_recipes())
-    raise RecipeError(
-        [("(name)", f"no recipe is called {source!r}; shipped are: {known}")], hint="moepress recipes list"
-    )
+    raise RecipeError([("(name)", f"no recipe is called {source!r}; moepress ships {known}")], hint=list_recipes)
 
 
 def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -75,13 +74,14 @@ def check_recipe(
     Raises:
         RecipeError: if there is any problem.
     """
+    overrides = list(overrides)
     found = [*problems, *(problem for override in overrides if (problem := _apply(data, override)))]
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         found += [(_path(item["loc"]), _message(item)) for item in error.errors()]
     if found:
-        raise RecipeError(found, where=where)
+        raise RecipeError(found, where=f"{where}, changed by --set" if overrides else where)
     return recipe
 
 
@@ -144,23 +144,32 @@ def _path(location: tuple[int | str, ...]) -> str:
 def _message(item: Mapping[str, Any]) -> str:
     text = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(item["loc"][-1]), _fields_beside(item["loc"]), n=1)
-        return f"no such field; did you mean {near[0]}?" if near else "no such field"
+        return f"no such field; {_advice(item['loc'])}"
     if item["type"] == "missing":
         return "is required"
     given = repr(item["input"])
     return f"{text} (given: {given if len(given) <= 200 else given[:200] + '…'})"
 
 
-def _fields_beside(location: tuple[int | str, ...]) -> list[str]:
-    """Names of the fields of the section that a path leads into."""
-    section: type[BaseModel] = Recipe
-    for part in location[:-1]:
-        inner = section.model_fields[str(part)].annotation if str(part) in section.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        section = inner
-    return list(section.model_fields)
+def _advice(location: tuple[int | str, ...]) -> str:
+    """What to write instead of an unknown field: one of that name in another section, the most like beside it, or the choice."""
+    known = dict(_fields(Recipe))
+    section = ".".join(str(part) for part in location[:-1])
+    beside = {name: path for path, name in known.items() if path.rpartition(".")[0] == section}
+    meant = [path for path, name in known.items() if name == location[-1]]
+    meant = meant or [beside[name] for name in difflib.get_close_matches(str(location[-1]), beside, n=1)]
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    return f"{section or 'a recipe'} has {', '.join(beside)}"
+
+
+def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(whole path, name) of every field of a section and of the sections in it."""
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}", name
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _fields(inner, f"{prefix}{name}.")
 
 
 def _kind(value: object) -> str:

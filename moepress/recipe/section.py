@@ -27,7 +27,7 @@ def parse_size(text: str | int) -> int:
 
 
 def _size_text(value: int) -> str:
-    for unit in ("TB", "GB", "MB", "kB"):
+    for unit in ("TB", "TiB", "GB", "GiB", "MB", "MiB", "kB", "KiB"):
         if value % _UNITS[unit] == 0:
             return f"{value // _UNITS[unit]}{unit}"
     return f"{value}B"
