@@ -21,7 +21,7 @@ from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import BF16, StoredAs, WeightSpec, expected_weights
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.families import Family, identify_family
-from moepress.formats.runtime_contract import contract_for
+from moepress.formats.runtime_contract import Contract, contract_for, doubtful_signed_scales
 from moepress.formats.sizes import tensor_parallel_problems
 from moepress.formats.storage import StoredWeight, resolve_storage
 from moepress.recipe import Recipe
@@ -125,21 +125,23 @@ def make_plan(
         decisions=decisions,
         shards=shards,
         side_files=checkpoint.side_files,
-        warnings=(*checkpoint.warnings, *_untried(recipe)),
+        warnings=(*checkpoint.warnings, *_untried(recipe, contract)),
         calibration=calibration,
         kv=kv,
         key=_key(fingerprint, recipe, description, shards, calibration, kv),
     )
 
 
-def _untried(recipe: Recipe) -> tuple[str, ...]:
-    """What the recipe asks for that no server is known to take."""
-    if recipe.weights.signed_scales:
-        return (
-            "weights.signed_scales: some scales will be negative; no GPU kernel has been seen taking them, so look at the "
-            "answers (moepress validate, moepress evaluate) before relying on the result",
-        )
-    return ()
+def _untried(recipe: Recipe, contract: Contract) -> tuple[str, ...]:
+    """What the recipe asks for that a kernel of its server, taken without being told to, is not known to take."""
+    if not recipe.weights.signed_scales:
+        return ()
+    return tuple(
+        f"weights.signed_scales: some scales will be negative, and {contract.server} {contract.version}'s kernel "
+        f"{row.kernel}{f' ({row.when})' if row.when else ''} is not known to take them; look at the answers there "
+        "(moepress validate, moepress evaluate) before relying on the result"
+        for row in doubtful_signed_scales(contract, recipe.weights.group_size)
+    )
 
 
 def check_census(checkpoint: Checkpoint, storage: dict[str, StoredWeight]) -> None:

@@ -44,6 +44,25 @@ class LaunchFlag:
 
 
 @dataclass(frozen=True, slots=True)
+class SignedScales:
+    """Whether a kernel for INT4 experts multiplies by a negative scale as by any other number.
+
+    Attributes:
+        kernel: as ``group_sizes`` names it, or a variant of it that a setting turns on.
+        takes: None where its source is closed, or nobody looked.
+        when: how a server comes to use it; empty for what it takes by itself.
+        group_sizes: those for which it can be used.
+    """
+
+    kernel: str
+    takes: bool | None
+    evidence: str
+    when: str = ""
+    by_default: bool = True
+    group_sizes: tuple[int, ...] = (-1, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
 class Contract:
     """One server, version and family.
 
@@ -51,6 +70,7 @@ class Contract:
         flags: in the order of the command line.
         group_sizes: INT4 group sizes by kernel, the default kernel first; -1 is one scale per row.
         share_multiples: by kernel, what a rank's share of moe_intermediate must be a multiple of beside the group.
+        signed_scales: what its kernels do with scales below zero, in the order in which they are taken.
         symmetric_only: INT4 experts with zero points do not load.
         built_dense: ``re:`` lines of modules it builds dense whatever the config says.
         silent: what it drops or gets wrong without an error; to be checked offline, before and after.
@@ -66,6 +86,7 @@ class Contract:
     group_sizes: Mapping[str, tuple[int, ...]]
     share_multiples: Mapping[str, int]
     group_evidence: str
+    signed_scales: tuple[SignedScales, ...]
     symmetric_only: bool
     symmetric_evidence: str
     act_order_evidence: str

@@ -27,6 +27,7 @@ from moepress.formats.contract_types import (
     LaunchFlag,
     LayoutSupport,
     Server,
+    SignedScales,
 )
 from moepress.formats.kv_contract import KvEffect, KvEmission, KvScales
 from moepress.formats.sglang_contract import sglang_contract
@@ -43,8 +44,10 @@ __all__ = [
     "LaunchFlag",
     "LayoutSupport",
     "Server",
+    "SignedScales",
     "check_group",
     "contract_for",
+    "doubtful_signed_scales",
 ]
 
 CONTRACTS: Mapping[tuple[str, str, str], Contract] = MappingProxyType(
@@ -76,6 +79,21 @@ def contract_for(server: str, version: str, family_key: str) -> Contract:
         f"no contract for {server} {version} with {family_key}: nobody has looked at what it reads",
         hint=f"known are {', '.join(servers)}, with {', '.join(FAMILIES)}",
     )
+
+
+def doubtful_signed_scales(contract: Contract, group_size: int, *, settings: bool = False) -> list[SignedScales]:
+    """Kernels that may meet such a checkpoint and are not known to take scales below zero.
+
+    Args:
+        contract: from `contract_for`.
+        group_size: columns per scale, -1 for the whole row.
+        settings: those too that the server takes only when it is told to.
+    """
+    return [
+        row
+        for row in contract.signed_scales
+        if row.takes is not True and group_size in row.group_sizes and (row.by_default or settings)
+    ]
 
 
 def check_group(

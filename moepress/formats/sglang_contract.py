@@ -15,6 +15,7 @@ from moepress.formats.contract_types import (
     Contract,
     LaunchFlag,
     LayoutSupport,
+    SignedScales,
     layout_rows,
 )
 from moepress.formats.kv_contract import SGLANG_DSA, SGLANG_GQA, SGLANG_MLA
@@ -131,6 +132,32 @@ _GQA_FP8_KV = LaunchFlag(
     evidence="read in ct/compressed_tensors.py:142-151",
 )
 
+_SIGNED_SCALES = (
+    SignedScales(
+        "marlin",
+        True,
+        "read in kernels/jit/csrc/gemm/marlin_moe/marlin_template.h:205-214, 1384-1386 (__hmul2 by the scale, in groups) and "
+        "1618-1627 (once for a row); srt/layers/quantization/marlin_utils.py:311-346 permutes scales and no more. AutoRound's "
+        "INT4 checkpoints, half of whose scales are negative, are served by the same kernel in vLLM (vllm#48905)",
+    ),
+    SignedScales(
+        "triton",
+        True,
+        "seen in Triton's interpreter (float16, groups of 32 and 128, half of the scales negative): as the dense product; "
+        "kernels/ops/moe/fused_moe_triton_kernels.py:298",
+        when="on Blackwell, or with --moe-runner-backend triton",
+        group_sizes=(32, 128),
+    ),
+    SignedScales(
+        "flashinfer_trtllm",
+        None,
+        "not verified: compiled code without its source; ct/schemes/compressed_tensors_w4a4_mxint4_moe.py permutes BF16 scales",
+        when="with --moe-runner-backend flashinfer_trtllm on Blackwell",
+        by_default=False,
+        group_sizes=(32,),
+    ),
+)
+
 _SILENT = (
     "a rank's share of moe_intermediate that is no multiple of the group: floor-divided (…_wNa16_moe.py:158)",
     "experts of a layer stored in different ways: the scheme is that of expert 0 (ct/compressed_tensors.py:883)",
@@ -164,6 +191,7 @@ def sglang_contract(family: str) -> Contract:
         group_sizes={"marlin": (-1, 32, 64, 128), "triton": (32, 128)},
         share_multiples={"marlin": 64, "triton": 8},
         group_evidence="read in layers/quantization/marlin_utils.py:44, 250-256 and ct/compressed_tensors.py:653-661",
+        signed_scales=_SIGNED_SCALES,
         symmetric_only=True,
         symmetric_evidence="seen: asymmetric experts fail, their zero points are not transposed",
         act_order_evidence="read: 'weight' loads w2 scales unsplit (…_wNa16_moe.py:141-150), the Triton runner "

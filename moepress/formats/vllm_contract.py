@@ -8,12 +8,44 @@ itself moves them by 0.18 to 0.35 nats.
 
 from __future__ import annotations
 
-from moepress.formats.contract_types import DSA_FAMILIES, GQA_FAMILIES, Contract, layout_rows
+from moepress.formats.contract_types import DSA_FAMILIES, GQA_FAMILIES, Contract, SignedScales, layout_rows
 from moepress.formats.kv_contract import VLLM_DSA, VLLM_GQA, VLLM_MLA
 
 VERSION = "0.32.0"
 
 _GROUPS = "read in ct/compressed_tensors.py:998-1031 (each group's own format)"
+
+_SIGNED_SCALES = (
+    SignedScales(
+        "flashinfer_trtllm",
+        None,
+        "not verified: compiled code without its source; first in layers/fused_moe/oracle/int_wna16.py:133-144",
+        when="on Blackwell GPUs",
+        group_sizes=(32,),
+    ),
+    SignedScales(
+        "marlin",
+        True,
+        "read in csrc/libtorch_stable/moe/marlin_moe_wna16/marlin_template.h (scale: __hmul2 by the scale); a user of "
+        "AutoRound's checkpoints reports the same of GPUs (vllm#48905)",
+    ),
+    SignedScales(
+        "marlin with INT8 activations",
+        False,
+        "read in layers/quantization/utils/marlin_utils.py:544-548 (scales become int16) and marlin_template.h (matmul_a8 reads "
+        "them as uint16_t): answers are garbage, without an error; reported as vllm#48905",
+        when="with VLLM_MARLIN_INPUT_DTYPE=int8",
+        by_default=False,
+    ),
+    SignedScales(
+        "triton",
+        True,
+        "read in layers/fused_moe/fused_moe.py:274, which is SGLang's",
+        when="with moe_backend=triton",
+        by_default=False,
+        group_sizes=(32, 64, 128),
+    ),
+)
 
 
 def vllm_contract(family: str) -> Contract:
@@ -46,6 +78,7 @@ def vllm_contract(family: str) -> Contract:
         share_multiples={"marlin": 8},
         group_evidence="read in layers/quantization/utils/marlin_utils.py:37, 356-387 (pads to its tile) and "
         "ct/compressed_tensors_moe/compressed_tensors_moe_wna16.py:234-255 (refuses groups that straddle ranks)",
+        signed_scales=_SIGNED_SCALES,
         symmetric_only=False,
         symmetric_evidence="read in ct/compressed_tensors_moe/compressed_tensors_moe_wna16.py:257-266; not run",
         act_order_evidence="actorder is written as null: groups are those of the original column order",

@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from moepress import __version__
+from moepress.formats.runtime_contract import CONTRACTS, doubtful_signed_scales
 from moepress.formats.sizes import GIB
 from moepress.hub.address import hub_address
 from moepress.hub.ledger import read_origin
@@ -139,7 +140,10 @@ def gather(output: PressedOutput, *, title: str | None = None, base_model: str |
         fallbacks=dict(report["fallbacks"]),
         calibration=_calibration(output),
         cost=_cost(fidelity, evaluate),
-        not_for=_not_for(evaluate, validate, quantized=not output.recipe.keeps_experts),
+        not_for=[
+            *_not_for(evaluate, validate, quantized=not output.recipe.keeps_experts),
+            *_not_for_kernels(output),
+        ],
         fidelity=fidelity,
         evaluate=evaluate,
         evaluated=(output.results.get("evaluate") or {}).get("finished"),
@@ -305,6 +309,20 @@ def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | N
         return [*found, "beside a decode server whose weights hold other KV scales: moepress verify --same-kv-as tells"]
     found.append("behind a service that names the source model without saying that its weights are quantized")
     return found
+
+
+def _not_for_kernels(output: PressedOutput) -> list[str]:
+    """Kernels of either server, in the versions that somebody looked at, that are not known to take this output's scales."""
+    weights = output.recipe.weights
+    if not weights.signed_scales or output.recipe.keeps_experts:
+        return []
+    return [
+        f"{row.when} in {contract.server} {contract.version}: half of the scales are negative, which its {row.kernel} kernel "
+        f"{'takes for large positive ones, without an error' if row.takes is False else 'was not seen to take'}"
+        for contract in CONTRACTS.values()
+        if contract.family == output.family.key
+        for row in doubtful_signed_scales(contract, weights.group_size, settings=True)
+    ]
 
 
 class _Neutral:

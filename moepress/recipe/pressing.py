@@ -46,7 +46,7 @@ class Weights(Section):
     signed_scales: bool = Field(
         False,
         description="a group's scale may be negative, which puts its largest positive weight on the code -8: less is lost, the "
-        "files are as large. Off, because no GPU kernel has been seen taking such scales; needs scale: mse",
+        "files are as large. Off: not every kernel takes such scales (`plan` says which); needs scale: mse",
     )
     awq: Awq = Awq()  # type: ignore[call-arg]
 

@@ -8,7 +8,14 @@ import pytest
 
 from moepress.errors import PlanRefused
 from moepress.formats.module_matching import Lines
-from moepress.formats.runtime_contract import CONTRACTS, FAMILIES, Contract, check_group, contract_for
+from moepress.formats.runtime_contract import (
+    CONTRACTS,
+    FAMILIES,
+    Contract,
+    check_group,
+    contract_for,
+    doubtful_signed_scales,
+)
 
 SGLANG = "0.5.23"
 EVERY = pytest.mark.parametrize(
@@ -42,7 +49,7 @@ def test_what_nobody_looked_at_is_refused(server: str, version: str, family: str
 def test_every_fact_says_how_it_is_known(contract: Contract) -> None:
     facts = [row.evidence for row in contract.layouts if row.works]
     facts += [contract.kv_scales.evidence, contract.group_evidence, contract.symmetric_evidence]
-    facts += [flag.evidence for flag in contract.flags]
+    facts += [flag.evidence for flag in contract.flags] + [row.evidence for row in contract.signed_scales]
     assert [fact for fact in facts if not fact.startswith(("seen", "read", "not verified"))] == []
     assert all(field is not None for field in dataclasses.astuple(contract))
 
@@ -126,6 +133,29 @@ def grid(family: str, group_size: int, share: int, hidden_size: int = 7168, *, s
         tensor_parallel=8,
         symmetric=symmetric,
     )
+
+
+@EVERY
+def test_every_kernel_of_a_grid_has_a_row_for_scales_below_zero(contract: Contract) -> None:
+    """And what is not known to take them is met by default or by a setting that the row names."""
+    assert set(contract.group_sizes) <= {row.kernel for row in contract.signed_scales}
+    for row in contract.signed_scales:
+        assert (row.takes is None) == row.evidence.startswith("not verified")
+        assert row.takes or row.when
+
+
+def test_which_kernels_are_doubtful_for_scales_below_zero() -> None:
+    vllm = contract_for("vllm", "0.32.0", "kimi_k2")
+
+    def doubtful(contract: Contract, group_size: int, *, settings: bool) -> list[str]:
+        return [row.kernel for row in doubtful_signed_scales(contract, group_size, settings=settings)]
+
+    assert doubtful(sglang("kimi_k2"), 32, settings=False) == []
+    assert doubtful(sglang("kimi_k2"), 32, settings=True) == ["flashinfer_trtllm"]
+    assert doubtful(sglang("kimi_k2"), 128, settings=True) == []
+    assert doubtful(vllm, 32, settings=False) == ["flashinfer_trtllm"]
+    assert doubtful(vllm, 128, settings=False) == []
+    assert doubtful(vllm, 128, settings=True) == ["marlin with INT8 activations"]
 
 
 def test_kernels_that_take_a_grid() -> None:

@@ -34,6 +34,17 @@ def test_the_warning_comes_first(out: Path) -> None:
     assert "[press/tiny-kimi](https://huggingface.co/press/tiny-kimi)" in body.split("## ")[0]
 
 
+def test_kernels_that_read_a_negative_scale_as_something_else_are_named(out: Path) -> None:
+    """Only where the recipe asked for such scales; a card is read by people with either server."""
+    assert "INT8" not in card_of(out).split("## ")[0]
+    report = json.loads((out / "moepress_report.json").read_text())
+    report["recipe"]["weights"]["signed_scales"] = True
+    (out / "moepress_report.json").write_text(json.dumps(report))
+    warning = card_of(out).split("## ")[0]
+    assert "with VLLM_MARLIN_INPUT_DTYPE=int8 in vllm 0.32.0: half of the scales are negative" in warning
+    assert "takes for large positive ones, without an error" in warning
+
+
 def test_what_was_not_run_is_said(out: Path) -> None:
     text = card_of(out)
     for sentence in (
