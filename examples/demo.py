@@ -61,8 +61,6 @@ def main() -> None:
             "Boot SGLang on it, with kernels for a CPU: does it load whole, and answer as its weights mean?",
             *("moepress", "validate", pressed, "--baseline", source, "--cpu-lab", "--only", "loads,sanity"),
             *("--prompts", str(HERE / "tiny_kimi" / "prompts.jsonl"), "--tokens", "32"),
-            # eight million parameters repeat themselves, pressed or not: of four long answers one more says nothing
-            *("--set", "gates.max_loops=0.5"),
         )
     else:
         print(

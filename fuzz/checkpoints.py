@@ -34,6 +34,9 @@ RECIPES = {"kimi": "kimi-k2", "packed": "kimi-k2", "qwen3": "qwen3-moe", "glm4":
 KINDS = ("kimi", "qwen3", "qwen3", "glm4", "packed", "packed")
 """Twice those that take half the time."""
 
+NOTHING_LEFT = (ValueError, KeyError, TypeError, IndexError, RecursionError)
+"""What damage ends in where the damage before it left nothing to damage: no shards, a header that is no JSON any more."""
+
 Case = tuple[int, int]
 
 
@@ -99,11 +102,11 @@ def damaged_source(rng: random.Random, folder: Path) -> str:
     edits = rng.choice((1, 1, 1, 2, 3))
     level = rng.random()
     for _ in range(edits if level < 0.65 else 0):
-        with suppress(ValueError, KeyError, TypeError, IndexError):  # damage that finds nothing left to damage
+        with suppress(*NOTHING_LEFT):
             rng.choice(damage.TENSORS)(rng, files)
     content = files.whole()
     for _ in range(edits if 0.65 <= level < 0.95 else 0):
-        with suppress(ValueError, KeyError, TypeError, IndexError):
+        with suppress(*NOTHING_LEFT):
             rng.choice(damage.FILES)(rng, content)
     write(content, folder / "src")
     if level >= 0.95:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fuzz.bounded import Wrong
 from fuzz.small import GROUP, INDEX, bf16
 
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
@@ -97,9 +98,10 @@ def _values(source: Tensors, name: str, block: list[int] | None) -> np.ndarray[A
     scale_dtype, scale_shape, scale_data = _scale(source, name.removesuffix(".weight"))
     scale = numbers(scale_dtype, scale_data)
     rows, columns = shape
-    by_block = block is not None and scale_shape == (-(-rows // block[0]), -(-columns // block[1]))
-    if block is None or not by_block:
+    if block is None:
         return values * scale.reshape(-1, 1)  # by row, or one for all
+    if scale_shape != (-(-rows // block[0]), -(-columns // block[1])):
+        raise Wrong(f"{name} {list(shape)} was read with scales {list(scale_shape)} under blocks of {block}")
     return values * scale.reshape(scale_shape).repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
 
 

@@ -7,17 +7,20 @@
 
 The size of a block or group always comes from the configuration, never from the two shapes. 576 rows under 5 scales
 would "fit" blocks of ceil(576/5) = 116, and every row past the first 116 would get the wrong scale with nothing raised.
-So the declared size gives the shape that the scale must have, and any other shape is an error.
+So the declared size gives the shape that the scale must have, and any other shape is an error: also one scale per row or
+for the whole tensor, where the configuration speaks of blocks. A block scale that was cut to its first number has the
+shape of a scale per tensor, and every block but the first would be decoded with another's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from moepress.errors import FormatError
 
 Fp8Layout = Literal["fp8_block", "fp8_channel", "fp8_tensor"]
+FP8_LAYOUTS: tuple[Fp8Layout, ...] = ("fp8_block", "fp8_channel", "fp8_tensor")
 Block = tuple[int, int]
 
 
@@ -27,7 +30,7 @@ def block_scale_shape(rows: int, columns: int, block: Block) -> tuple[int, int]:
 
 
 def fp8_layout(
-    shape: tuple[int, ...], scale_shape: tuple[int, ...], blocks: Iterable[Block]
+    shape: tuple[int, ...], scale_shape: tuple[int, ...], blocks: Iterable[Block], layouts: Collection[Fp8Layout]
 ) -> tuple[Fp8Layout, Block | None] | None:
     """How an FP8 weight is scaled.
 
@@ -35,17 +38,18 @@ def fp8_layout(
         shape: ``[R, C]``, or ``[E, R, C]`` for fused experts (then the scale has E in front, too).
         scale_shape: of the scale beside it.
         blocks: every declared block size.
+        layouts: those that the configuration allows (`SourceQuantization.fp8_layouts`).
 
     Returns:
         The layout and its block size, or None when the shapes fit no declared layout.
     """
     experts, (rows, columns) = shape[:-2], shape[-2:]
-    for block in blocks:
+    for block in blocks if "fp8_block" in layouts else ():
         if scale_shape == (*experts, *block_scale_shape(rows, columns, block)):
             return "fp8_block", block
-    if scale_shape in ((*experts, rows), (*experts, rows, 1)):
+    if "fp8_channel" in layouts and scale_shape in ((*experts, rows), (*experts, rows, 1)):
         return "fp8_channel", None
-    if scale_shape in (experts, (*experts, 1), (*experts, 1, 1)):
+    if "fp8_tensor" in layouts and scale_shape in (experts, (*experts, 1), (*experts, 1, 1)):
         return "fp8_tensor", None
     return None
 
@@ -62,7 +66,7 @@ def rows_and_columns_per_scale(shape: tuple[int, int], scale_shape: tuple[int, .
         FormatError: the scale does not have the shape that this asks for.
     """
     rows, columns = shape
-    found = fp8_layout(shape, scale_shape, () if block is None else (block,))
+    found = fp8_layout(shape, scale_shape, () if block is None else (block,), FP8_LAYOUTS)
     if found is None or (block is not None and found[0] != "fp8_block"):
         needed = "one scale per channel or per tensor" if block is None else _needs(shape, block)
         raise FormatError(

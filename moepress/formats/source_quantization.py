@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moepress.errors import CheckpointError
+from moepress.formats.scale_layout import FP8_LAYOUTS, Fp8Layout
 
 Strategy = Literal["tensor", "channel", "block", "group"]
 
@@ -83,6 +84,18 @@ class SourceQuantization:
     def blocks(self) -> tuple[tuple[int, int], ...]:
         """Every block size declared for FP8 weights."""
         return tuple(dict.fromkeys(group.block for group in self.groups if group.block is not None))
+
+    @property
+    def fp8_layouts(self) -> tuple[Fp8Layout, ...]:
+        """How FP8 weights may be scaled: as some group declares.
+
+        Where no group does, and under ``quant_method: fp8`` without a block size, that is one scale per row or per
+        tensor: their shapes tell them apart, and neither needs a size from here.
+        """
+        declared = {group.strategy for group in self.groups if group.type == "float"}
+        if not declared or (self.method == "fp8" and "block" not in declared):
+            declared = {"channel", "tensor"}
+        return tuple(layout for layout in FP8_LAYOUTS if layout.removeprefix("fp8_") in declared)
 
     @property
     def group_sizes(self) -> tuple[int, ...]:

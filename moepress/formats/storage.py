@@ -205,11 +205,15 @@ class _Resolver:
         return None
 
     def _fp8_layout(self, ref: TensorRef, scale: TensorRef) -> tuple[Fp8Layout, tuple[int, int] | None] | None:
-        layout = fp8_layout(ref.shape, scale.shape, self.declared.blocks)
+        layouts = self.declared.fp8_layouts
+        layout = fp8_layout(ref.shape, scale.shape, self.declared.blocks, layouts)
         if layout is None:
             if self.declared.blocks:
                 asked = " or ".join(f"{block[0]}×{block[1]}" for block in self.declared.blocks)
                 problem = f"FP8 whose scale has the wrong shape for the declared blocks of {asked}"
+            elif len(layouts) == 1:
+                asked = "row" if layouts == ("fp8_channel",) else "tensor"
+                problem = f"FP8 whose scale has the wrong shape for the declared one scale per {asked}"
             else:
                 problem = "FP8 with block scales, and config.json declares no weight_block_size"
             self.problems[problem].append(f"{ref.name} {list(ref.shape)} with {list(scale.shape)}")

@@ -69,10 +69,11 @@ def _fp8_blocks(output: OutputFiles, declared: SourceQuantization, findings: Fin
         scale = next(
             (output.tensors[f"{module}.{end}"] for end in SCALE_NAMES if f"{module}.{end}" in output.tensors), None
         )
-        if scale is not None and fp8_layout(shape, scale[2], declared.blocks) is None:
+        if scale is not None and fp8_layout(shape, scale[2], declared.blocks, declared.fp8_layouts) is None:
+            asked = [f"blocks of {high}×{wide}" for high, wide in declared.blocks]
+            asked += [f"one scale per {layout[4:]}" for layout in declared.fp8_layouts if layout != "fp8_block"]
             findings.problem(
-                module,
-                f"FP8 {list(shape)} with scales {list(scale[2])} does not fit the declared blocks {declared.blocks}",
+                module, f"FP8 {list(shape)} with scales {list(scale[2])}; config.json declares {' or '.join(asked)}"
             )
 
 

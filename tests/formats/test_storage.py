@@ -113,6 +113,39 @@ def test_scale_is_found_under_each_published_suffix(suffix: str, tmp_path: Path)
     assert weights["a.weight"].parts["scale"].name == f"a.{suffix}"
 
 
+@pytest.mark.parametrize(
+    "scale", [torch.ones(1, 1), torch.ones(1), torch.tensor(1.0), torch.ones(256), torch.ones(256, 1), torch.ones(3, 2)]
+)
+def test_scale_that_has_not_the_shape_of_the_declared_blocks_is_refused(scale: torch.Tensor, tmp_path: Path) -> None:
+    """One for all, one per row, transposed: the shape of another layout is no reason to read it as that one."""
+    tensors = {"a.weight": fp8(256, 384), "a.weight_scale_inv": scale}
+    message = refused(one_shard(tmp_path, tensors, FP8_BLOCK))
+    assert f"for the declared blocks of 128×128: a.weight [256, 384] with {list(scale.shape)}" in message
+
+
+@pytest.mark.parametrize("scale", [torch.ones(1), torch.ones(2), torch.ones(2, 1, 1), torch.ones(2, 256, 1)])
+def test_fused_experts_under_declared_blocks_have_block_scales(scale: torch.Tensor, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors = {name: torch.zeros(2, 256, 384).to(FP8), f"{name}_scale_inv": scale}
+    assert "for the declared blocks of 128×128" in refused(one_shard(tmp_path, tensors, FP8_BLOCK, hidden_size=384))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fits", "other"), [("channel", (96, 1), (1,)), ("channel", (96,), ()), ("tensor", (1,), (96, 1))]
+)
+def test_scale_of_another_strategy_than_the_declared_one_is_refused(
+    strategy: str, fits: tuple[int, ...], other: tuple[int, ...], tmp_path: Path
+) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    tensors = {"a.weight": fp8(96, 200), "a.weight_scale": torch.ones(fits)}
+    assert resolve_storage(one_shard(tmp_path, tensors, config))["a.weight"].kind == f"fp8_{strategy}"
+    tensors["a.weight_scale"] = torch.ones(other)
+    asked = "row" if strategy == "channel" else "tensor"
+    assert f"for the declared one scale per {asked}: a.weight" in refused(one_shard(tmp_path, tensors, config))
+
+
 def test_fp8_without_a_scale_is_an_error_that_lists_what_was_tried(tmp_path: Path) -> None:
     """FP-04: a bare cast would give values up to 448 where the truth is 2.6."""
     tensors = {f"layers.{i}.weight": fp8(128, 128) for i in range(7)}

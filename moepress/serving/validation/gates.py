@@ -17,8 +17,15 @@ from moepress.recipe import Gates
 from moepress.serving.validation.figures import Figure
 from moepress.serving.validation.headroom import Headroom
 from moepress.serving.validation.loads import Loads
+from moepress.serving.validation.loops import chance_of_more
 from moepress.serving.validation.sanity import Sanity
 from moepress.serving.validation.speed import Speed
+
+ENOUGH_ANSWERS = 20
+"""Long answers from which the recipe's bound on loops holds as it stands."""
+
+CHANCE = 0.05
+"""Below that many answers, more loops than the baseline's fail only where chance gives as many less often than this."""
 
 
 @dataclass(frozen=True)
@@ -202,4 +209,10 @@ def _loops(bound: float, sanity: Sanity | None, absent: str) -> Outcome:
         return Passed(f"none of {mine.answers} long answers ends in a loop", numbers)
     numbers["baseline"] = Figure(theirs.share, "1")
     text = f"{mine.looping} of {mine.answers} long answers end in a loop, {theirs.looping} of the baseline's"
-    return Passed(text, numbers) if mine.share - theirs.share <= bound else Failed(text, numbers)
+    if mine.share - theirs.share <= bound:
+        return Passed(text, numbers)
+    chance = chance_of_more(mine, theirs)
+    if mine.answers < ENOUGH_ANSWERS and chance > CHANCE:
+        numbers["chance"] = Figure(chance, "1")
+        return NotJudged(f"{text}; of so few, chance alone gives as many more {chance:.0%} of the time", numbers)
+    return Failed(text, numbers)

@@ -2,12 +2,18 @@
 
 A sequence loops when its end has a period p: x[i] = x[i − p] for the last max(3·p, 32) tokens, for some p ≤ 64. Small and
 base models loop in greedy decoding when nothing is wrong with them, so the count means something next to the baseline's.
+
+Of few answers, one or two more loops mean nothing either. How often chance alone gives as many or more, when the n answers
+of both sides loop alike, is Fisher's exact test: with K loops in n + m answers, of which k are in our n,
+
+    p = Σ_{i ≥ k} C(K, i) · C(n + m − K, n − i) / C(n + m, n)                   0 : 1 of 4 → 0.50,   0 : 4 of 8 → 0.04
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any
 
 from moepress.serving.validation.figures import Figure
@@ -56,6 +62,16 @@ def loops(tokens: Sequence[int]) -> bool:
         if all(tokens[-i] == tokens[-i - period] for i in range(1, wanted + 1)):
             return True
     return False
+
+
+def chance_of_more(mine: LongAnswers, theirs: LongAnswers) -> float:
+    """Probability that so many of the loops, or more, fall to ``mine`` when both sides loop alike (one-sided, exact)."""
+    looping, total = mine.looping + theirs.looping, mine.answers + theirs.answers
+    ways = [
+        comb(looping, i) * comb(total - looping, mine.answers - i)
+        for i in range(mine.looping, min(looping, mine.answers) + 1)
+    ]
+    return sum(ways) / comb(total, mine.answers)
 
 
 def distinct_share(tokens: Sequence[int]) -> float:

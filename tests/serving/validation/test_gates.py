@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
+import scipy.stats
 
 from moepress.recipe import Gates
 from moepress.serving.load_proof import LoadProof, Problem
@@ -22,7 +24,7 @@ from moepress.serving.validation.gates import (
 )
 from moepress.serving.validation.headroom import Headroom, SideMemory
 from moepress.serving.validation.loads import Loads
-from moepress.serving.validation.loops import LongAnswers
+from moepress.serving.validation.loops import LongAnswers, chance_of_more
 from moepress.serving.validation.reference import Agreement, Compared
 from moepress.serving.validation.sanity import Sanity
 from moepress.serving.validation.speed import DecodeRow, Rates, Speed, Workload
@@ -135,7 +137,9 @@ GOOD = {
             {"min_agreement": "failed"},
         ),
         ({"differing": (3,)}, {"deterministic": "failed"}),
-        ({"long": replace(STRAIGHT, looping=2)}, {"max_loops": "failed"}),
+        ({"long": replace(STRAIGHT, looping=4)}, {"max_loops": "failed"}),
+        ({"long": replace(STRAIGHT, looping=3)}, {"max_loops": "not judged"}),
+        ({"long": replace(STRAIGHT, answers=20, looping=1)}, {"max_loops": "failed"}),
         ({"long": replace(STRAIGHT, looping=2), "long_baseline": replace(STRAIGHT, looping=2)}, {}),
         ({"long": replace(STRAIGHT, looping=2), "long_baseline": None}, {"max_loops": "not judged"}),
         (
@@ -147,6 +151,32 @@ GOOD = {
 def test_answers(change: dict[str, object], differs: dict[str, str]) -> None:
     found = judge_sanity(BOUNDS, replace(SANE, **change), "")  # type: ignore[arg-type]
     assert verdicts(found) == GOOD | differs
+
+
+def test_more_loops_of_few_answers_are_said_with_how_often_chance_gives_them() -> None:
+    few = replace(STRAIGHT, answers=4)
+    gates = judge_sanity(BOUNDS, replace(SANE, long=replace(few, looping=1), long_baseline=few), "")
+    (outcome,) = [gate.outcome for gate in gates if gate.name == "max_loops"]
+    assert outcome.verdict == "not judged"
+    assert outcome.reason.startswith("1 of 4 long answers end in a loop, 0 of the baseline's; ")
+    assert {name: figure.value for name, figure in outcome.numbers.items()} == {
+        "looping": 0.25,
+        "baseline": 0.0,
+        "chance": 0.5,
+    }
+
+
+@pytest.mark.parametrize("mine", [(4, 1), (8, 5), (7, 0), (19, 3)])
+@pytest.mark.parametrize("theirs", [(4, 0), (8, 2), (5, 5)])
+def test_the_chance_of_more_loops_is_fishers(mine: tuple[int, int], theirs: tuple[int, int]) -> None:
+    """Counted: every way of dealing the answers of both sides to the two."""
+    (n, k), (m, j) = mine, theirs
+    deck = [1] * (k + j) + [0] * (n + m - k - j)
+    deals = [sum(deck[i] for i in hand) for hand in combinations(range(n + m), n)] if n + m < 16 else None
+    chance = chance_of_more(replace(STRAIGHT, answers=n, looping=k), replace(STRAIGHT, answers=m, looping=j))
+    if deals is not None:
+        assert chance == pytest.approx(sum(deal >= k for deal in deals) / len(deals))
+    assert chance == pytest.approx(scipy.stats.hypergeom.sf(k - 1, n + m, k + j, n))
 
 
 def test_nothing_measured_is_nothing_passed() -> None:
