@@ -8,8 +8,9 @@ The two halves are separate because calibration happens between them: the tapped
 is quantized, and the second half runs with the quantized weights. Several streams may go through one open layer (a
 source run and a quantized run), so its weights are decoded once.
 
-Held at once: the dense part of one layer, one block of experts (`RunSettings.expert_bytes`), one batch of samples, and
-the streams' activations [N, S, C] (in files beyond the scratch budget). None of it grows with the number of layers.
+Held at once: the dense part of one layer, one block of experts (`RunSettings.expert_bytes`), the next block as it is stored
+(`RunSettings.ahead_bytes`), one batch of samples, and the streams' activations [N, S, C] (in files beyond the scratch
+budget). None of it grows with the number of layers.
 
 Masks, positions, rotary embeddings and the carried top-k indices are made as each family's ``Model.forward`` makes them
 in transformers 5.17. Padding is always on the right: with causal attention real tokens never see it, so it needs no
@@ -35,6 +36,7 @@ from moepress.calibration.activations import Activations, Scratch
 from moepress.calibration.decoder import CacheView, DecoderClasses
 from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, TapInputs, experts_forward, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock, LayerNames, expect_experts, load_experts
+from moepress.calibration.memory import STORED_BYTES
 from moepress.calibration.weights import WeightSource
 from moepress.quantize.products import Precision, products_in
 
@@ -59,6 +61,11 @@ class RunSettings:
     dtype: torch.dtype = torch.float32
     products: Precision = "float32"
     expert_bytes: int = 4 << 30
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Most bytes that may be read ahead: a block of experts as it is stored, in BF16 at the most."""
+        return self.expert_bytes // self.dtype.itemsize * STORED_BYTES
 
     def batches(self, samples: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of the batches that every pass over `samples` samples uses."""
@@ -135,6 +142,7 @@ class LayerContext:
         rotary: its rotary embedding, filled.
         num_experts: routed experts of a sparse layer.
         source, scratch, settings: as given to the model.
+        following: names of the next layer's dense part: what is loaded after this layer's experts.
     """
 
     config: PreTrainedConfig
@@ -144,6 +152,7 @@ class LayerContext:
     source: WeightSource
     scratch: Scratch
     settings: RunSettings
+    following: tuple[str, ...] = ()
 
 
 class OpenLayer:
@@ -243,7 +252,7 @@ class OpenLayer:
         """
         total = self._context.scratch.allocate(routed.x.shape, torch.float32)
         for experts in self.expert_blocks():
-            self._add_block(stream, routed, (weights or self.load_experts)(experts), total)
+            self._add_block(stream, routed, (weights or self.load_and_expect)(experts), total)
         self.add_total(stream, total)
         total.release()
 
@@ -271,22 +280,41 @@ class OpenLayer:
         order = sort_by_expert(expert, self._context.num_experts)
         settings = self._context.settings
         for experts in self.expert_blocks():
-            block = (weights or self.load_experts)(experts).to(settings.device, settings.dtype)
+            block = (weights or self.load_and_expect)(experts).to(settings.device, settings.dtype)
             with products_in(settings.products):
                 experts_forward((x, expert, weight), order, block, out)
         return out
 
     def load_experts(self, experts: range, *, dtype: torch.dtype | None = None) -> ExpertBlock:
-        """The source's weights of consecutive experts, decoded and stacked; the disk goes on with the next ones.
+        """The source's weights of consecutive experts, decoded and stacked.
 
         Args:
             dtype: None = what the run computes in.
         """
         settings, source = self._context.settings, self._context.source
-        following = range(experts.stop, min(experts.stop + len(experts), self._context.num_experts))
-        block = load_experts(self._names, source, experts, device=settings.device, dtype=dtype or settings.dtype)
-        expect_experts(self._names, source, following)
+        return load_experts(self._names, source, experts, device=settings.device, dtype=dtype or settings.dtype)
+
+    def load_and_expect(self, experts: range, *, dtype: torch.dtype | None = None, again: bool = False) -> ExpertBlock:
+        """`load_experts`, in ascending blocks; what comes after this one is read while it is computed with.
+
+        Args:
+            again: after the last block the first will be wanted once more; otherwise it is the next layer.
+        """
+        block = self.load_experts(experts, dtype=dtype)
+        if experts.stop < self._context.num_experts:
+            self.expect_experts(range(experts.stop, min(experts.stop + len(experts), self._context.num_experts)))
+        elif again:
+            self.expect_experts(range(len(experts)))
+        else:
+            self._context.source.expect(self._context.following)
         return block
+
+    def expect_experts(self, experts: range | None = None) -> None:
+        """These experts will be loaded next; None = the first block. Changes nothing but time."""
+        if self.is_sparse:
+            expect_experts(self._names, self._context.source, experts or next(self.expert_blocks()))
+        else:
+            self._context.source.expect(self._context.following)
 
     def expert_blocks(self) -> Iterator[range]:
         """Ranges of experts that fit `RunSettings.expert_bytes`, ascending."""

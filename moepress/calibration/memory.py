@@ -3,7 +3,7 @@
     resident = max over stages of
         embedding:  V·C·4 + one batch                              first and last stage hold one [V, C] matrix
         layer:      dense part of the largest layer + its largest matrix once more in float32 (being decoded)
-                    + block of experts + one expert in float32
+                    + block of experts + one expert in float32 + the next block, or layer, as it is stored
                     + one batch at work
       + activations kept in memory (`scratch_memory_bytes`, or all of them when they are fewer)
       + statistics and quantization, which belong to the caller
@@ -25,6 +25,8 @@ from moepress.formats.architecture import WeightSpec, expected_weights
 from moepress.formats.families import Component, identify_family, text_config
 
 FLOAT32 = 4
+STORED_BYTES = 2
+"""Most bytes of a stored weight that is read ahead: BF16. Larger types are read ahead in part."""
 _OUTSIDE = (Component.EMBEDDING, Component.LM_HEAD, Component.VISION, Component.PROJECTOR)
 
 
@@ -35,6 +37,7 @@ class MemoryNeed:
     Attributes:
         dense_layer: the largest layer without its routed experts, and what decoding it takes.
         experts: the block of experts held at once, and one being decoded.
+        ahead: what is read while that is computed: the next block of experts, or the next layer's dense part, as stored.
         vocabulary: the embedding or head, whichever is held; never at the same time as a layer.
         batch: one batch of samples inside a layer.
         activations: all activations of the run together, in memory or in files.
@@ -42,13 +45,14 @@ class MemoryNeed:
 
     dense_layer: int
     experts: int
+    ahead: int
     vocabulary: int
     batch: int
     activations: int
 
     def resident(self, scratch_memory_bytes: int) -> int:
         """Peak bytes in memory when activations may take this many; the rest of them goes to files."""
-        working = max(self.dense_layer + self.experts, self.vocabulary) + self.batch
+        working = max(self.dense_layer + self.experts + self.ahead, self.vocabulary) + self.batch
         return working + min(self.activations, scratch_memory_bytes)
 
     def scratch_files(self, scratch_memory_bytes: int) -> int:
@@ -109,10 +113,20 @@ def memory_need(
     return MemoryNeed(
         dense_layer=max(_layer_bytes(specs, dtype_bytes) for specs in layers.values()),
         experts=held * one_expert * dtype_bytes + one_expert * FLOAT32,
+        ahead=min(
+            held * one_expert * STORED_BYTES,
+            max(held * _stored_bytes(experts) // max(len(experts) // 3, 1), *map(_stored_bytes, layers.values())),
+        ),
         vocabulary=int(text["vocab_size"]) * int(text["hidden_size"]) * FLOAT32,
         batch=_batch_bytes(text, min(batch_size, samples) * length, dtype_bytes),
         activations=hidden * (dtype_bytes * (streams + 1) + FLOAT32),
     )
+
+
+def _stored_bytes(specs: list[WeightSpec]) -> int:
+    """As the configuration says that they are published; scales apart, which are small."""
+    wide = {"bf16": 2, "f32": 4}
+    return sum(spec.numel * wide.get(spec.published.kind, 1) for spec in specs)
 
 
 def _layer_bytes(specs: list[WeightSpec], dtype_bytes: int) -> int:

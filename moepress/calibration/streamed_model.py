@@ -9,7 +9,8 @@
         for sample, logits in model.logits(stream): …
 
 Weights come from a `WeightSource` by name, decoded one layer at a time; see `layer_runner` for what is held. Nothing of
-the published modelling code is used: layers are transformers' own classes for the family.
+the published modelling code is used: layers are transformers' own classes for the family. The source is told what comes
+next, so that a block of experts is read while the one before it, or the dense part of its layer, is computed.
 """
 
 from __future__ import annotations
@@ -119,9 +120,18 @@ class StreamedModel:
             layer.get_submodule("mlp").experts = tap
         self._fill(layer, names.dense)
         context = LayerContext(
-            config, self.classes, self._rotary, self._num_experts, self.source, self.scratch, self.settings
+            config=config,
+            classes=self.classes,
+            rotary=self._rotary,
+            num_experts=self._num_experts,
+            source=self.source,
+            scratch=self.scratch,
+            settings=self.settings,
+            following=self._dense_names(index + 1),
         )
-        yield OpenLayer(index, layer, tap, names, context)
+        opened = OpenLayer(index, layer, tap, names, context)
+        opened.expect_experts()
+        yield opened
 
     def run_layer(self, index: int, stream: Stream) -> None:
         """One whole layer with the source's own experts; `stream` is replaced by its output."""
@@ -176,6 +186,11 @@ class StreamedModel:
         if name is None:
             raise CheckpointError(f"no weight model.layers.{index}.{inner}", hint="moepress inspect SRC")
         return name
+
+    def _dense_names(self, index: int) -> tuple[str, ...]:
+        """Published names of everything in a layer of the main model but its routed experts; () beyond the last."""
+        inside = self._in_layer.get(index, {}) if index < self.num_layers else {}
+        return tuple(name for inner, name in inside.items() if ".experts." not in inner)
 
     def _fill(self, module: nn.Module, names: Mapping[str, str]) -> None:
         kept = self.classes.kept_in_float32

@@ -29,7 +29,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 
 from moepress.errors import CheckpointError, PlanRefused
 
@@ -177,19 +176,22 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
             where=str(folder),
             hint="download the checkpoint's tokenizer files too: moepress pull ID DIR",
         )
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     # It warns about texts longer than the model's context, which are cut into samples anyway.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     tokenizer: Tokenizer
     try:
         if (folder / "tokenizer.json").is_file():  # complete by itself; the automatic class would read config.json too
+            from transformers import PreTrainedTokenizerFast
+
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         else:
+            from transformers import AutoTokenizer  # imports every family's configuration: two seconds
+
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        tokenizer.encode(" one\n1", add_special_tokens=False)  # some fields of its files are only looked at here
+    except Exception as error:  # the library's Rust half raises bare Exception for a file that it cannot read
         needs_code = not trust_remote_code and "auto_map" in _tokenizer_config(folder)
         raise CheckpointError(
             f"the tokenizer cannot be loaded: {error}",
@@ -198,6 +200,13 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
             if needs_code
             else None,
         ) from error
+    end = tokenizer.eos_token_id
+    if end is not None and type(end) is not int:
+        raise CheckpointError(
+            f"the tokenizer's end-of-text token has no id but {str(end)[:60]!r}",
+            where=str(folder),
+            hint="compare tokenizer_config.json with the publisher's",
+        )
     return tokenizer
 
 
@@ -296,7 +305,7 @@ def _render(document: Document, tokenizer: Tokenizer) -> str:
         return document.text
     try:
         return tokenizer.apply_chat_template(document.messages or [], tools=document.tools, tokenize=False)
-    except (ValueError, TemplateError) as error:
+    except Exception as error:  # a template is a program
         raise CheckpointError(
             f"a conversation needs the model's chat template: {error}",
             where=document.where,
@@ -316,6 +325,6 @@ def _digest(seed: int, content: str) -> str:
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

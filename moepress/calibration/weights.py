@@ -37,5 +37,5 @@ class WeightSource(Protocol):
         ...
 
     def expect(self, names: Collection[str], rows: slice | None = None) -> None:
-        """These will be loaded soon: a disk may begin to read. Returns at once, and changes nothing but time."""
+        """These will be loaded next: they may be read meanwhile. Returns at once, and changes nothing but time and memory."""
         ...

@@ -153,7 +153,8 @@ class Worker:
         with self._logged(f"layer {index} experts {experts.start}..{experts.stop - 1}"):
             layer = self._layer_at(index)
             inputs = small.with_tokens(tokens[:3], tokens[3:], self.start.device)
-            return SentBlock.of(press_experts(layer, experts, inputs, self.start.plan.recipe))
+            weights = layer.load_experts(experts, dtype=torch.float32)
+            return SentBlock.of(press_experts(layer, weights, inputs, self.start.plan.recipe))
 
     def experts(self, index: int, tokens: SentTokens, finished: bool, *blocks: SentBlock) -> Sent:
         """What the routed experts add to some tokens, [t, C] float32.

@@ -107,8 +107,13 @@ class InProcess:
     def press(
         self, layer: OpenLayer, stream: Stream | None, inputs: LayerInputs, take: Callable[[PressedBlock], None]
     ) -> None:
+        import torch
+
+        again = inputs.source is not None and stream is not None  # for the source run's outputs
+
         def pressed(experts: range) -> PressedBlock:
-            block = press_experts(layer, experts, inputs, self._recipe)
+            weights = layer.load_and_expect(experts, dtype=torch.float32, again=again)
+            block = press_experts(layer, weights, inputs, self._recipe)
             take(block)
             return block
 
@@ -131,18 +136,19 @@ def in_process(checkpoint: Checkpoint, plan: ConversionPlan, out: Path, *, threa
         yield InProcess(plan.recipe, reader, pool, out)
 
 
-def press_experts(layer: OpenLayer, experts: range, inputs: LayerInputs, recipe: Recipe) -> PressedBlock:
-    """Loads a block of the layer's experts and quantizes it.
+def press_experts(layer: OpenLayer, weights: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> PressedBlock:
+    """Quantizes a block of the layer's experts.
+
+    Args:
+        weights: the source's, float32.
 
     Raises:
         QuantizeError: named by layer and experts.
     """
-    import torch
-
     from moepress.convert.calibrated.expert_block import press_block
 
     try:
-        return press_block(layer.load_experts(experts, dtype=torch.float32), inputs, recipe)
+        return press_block(weights, inputs, recipe)
     except QuantizeError as error:
-        place = f"layer {layer.index}, experts {experts.start} to {experts.stop - 1}"
+        place = f"layer {layer.index}, experts {weights.experts.start} to {weights.experts.stop - 1}"
         raise QuantizeError(error.what, where=place, hint=error.hint) from error

@@ -114,6 +114,10 @@ class Checkpoint:
             )
         return self.folder / name
 
+    def is_here(self, name: str) -> bool:
+        """Whether `path` answers at once: a file that is still arriving makes it wait."""
+        return self.folder is not None and name in self.shards
+
 
 def open_checkpoint(source: str | Path, *, files: HeaderSource | None = None) -> Checkpoint:
     """Read everything but the tensors, and check that it fits together.

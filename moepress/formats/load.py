@@ -15,17 +15,31 @@ the packed width, and the activation order.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from moepress.errors import FormatError
+from moepress.formats.checkpoint import TensorRef
 from moepress.formats.fp8 import decode_e8m0, decode_fp8
 from moepress.formats.int4 import dequantize_int4, unpack_int4
-from moepress.formats.reader import TensorReader
 from moepress.formats.storage import StoredWeight
 
 
+class TensorSource(Protocol):
+    """Where stored tensors come from: `reader.TensorReader`, or one that has some of them already."""
+
+    def tensor(self, ref: TensorRef, *, pinned: bool = False) -> torch.Tensor:
+        """A tensor as stored, owned by the caller."""
+        ...
+
+    def rows(self, ref: TensorRef, r0: int, r1: int, *, pinned: bool = False) -> torch.Tensor:
+        """Rows ``r0`` up to ``r1`` of its first dimension."""
+        ...
+
+
 def load_weight(
-    reader: TensorReader,
+    reader: TensorSource,
     stored: StoredWeight,
     *,
     rows: slice | None = None,
@@ -35,7 +49,7 @@ def load_weight(
     """Read and decode a weight, or some of its rows.
 
     Args:
-        reader: of the checkpoint that ``stored`` belongs to.
+        reader: of the checkpoint that ``stored`` belongs to; what it has on ``device`` already stays there.
         stored: from `resolve_storage`.
         rows: rows of the first logical dimension (of fused experts: experts); step 1. All when None.
         out: float32, contiguous, of the result's shape, on ``device``: filled and returned. Allocated when None.
@@ -77,7 +91,7 @@ def _row_range(stored: StoredWeight, rows: slice | None) -> tuple[int, int]:
 
 
 def _rows(
-    reader: TensorReader, stored: StoredWeight, role: str, first: int, last: int, *, pinned: bool = False
+    reader: TensorSource, stored: StoredWeight, role: str, first: int, last: int, *, pinned: bool = False
 ) -> torch.Tensor:
     ref = stored.parts[role]
     return reader.rows(ref, first, last, pinned=pinned) if ref.shape else reader.tensor(ref, pinned=pinned)
@@ -88,23 +102,25 @@ def _pinned(out: torch.Tensor) -> bool:
     return out.is_cuda
 
 
-def _load_dense(reader: TensorReader, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
+def _load_dense(reader: TensorSource, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
     rows = _rows(reader, stored, "weight", first, last, pinned=_pinned(out))
     out.copy_(rows.to(out.device, non_blocking=True))
     _check_finite(out, stored.name)
 
 
 def _check_finite(values: torch.Tensor, name: str) -> None:
+    if not values.numel() or all(bool(end.isfinite()) for end in values.aminmax()):  # NaN, too, reaches both ends
+        return
     if wrong := values.numel() - int(torch.isfinite(values).sum()):
         raise FormatError(f"{wrong} of {values.numel()} values are NaN or infinite", where=name)
 
 
-def _fp8_scale(reader: TensorReader, stored: StoredWeight) -> torch.Tensor:
+def _fp8_scale(reader: TensorSource, stored: StoredWeight) -> torch.Tensor:
     scale = reader.tensor(stored.parts["scale"])
     return decode_e8m0(scale, name=stored.parts["scale"].name) if stored.scale_encoding == "e8m0" else scale
 
 
-def _load_fused(reader: TensorReader, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
+def _load_fused(reader: TensorSource, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
     """Experts ``first`` to ``last`` of ``[experts, out, in]``, one at a time: codes of one expert are in memory."""
     scale = _fp8_scale(reader, stored) if "scale" in stored.parts else None
     for expert in range(first, last):
@@ -118,7 +134,7 @@ def _load_fused(reader: TensorReader, stored: StoredWeight, first: int, last: in
         _check_finite(decoded, name)
 
 
-def _load_packed(reader: TensorReader, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
+def _load_packed(reader: TensorSource, stored: StoredWeight, first: int, last: int, out: torch.Tensor) -> None:
     parts = stored.parts
     rows, columns = stored.shape
     stated = reader.tensor(parts["shape"]).tolist()

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 << 20
 CHUNK_BYTES = 16 << 20
 
+ADVISED_BYTES = 128 << 10
+"""Linux's usual read-ahead window: of a longer request for pages, older and newer kernels read just this much."""
+
 
 class TensorReader:
     """Reads tensors of a local checkpoint. Thread-safe; use as a context manager.
@@ -125,10 +128,15 @@ class TensorReader:
         row_bytes = ref.nbytes // shape[0] if shape[0] else 0
         return self._read_tensor(ref, (r1 - r0, *shape[1:]), r0 * row_bytes, pinned)
 
-    def read_ahead(self, ref: TensorRef, rows: slice | None = None) -> None:
-        """Asks the kernel to read a tensor, or some of its rows, into its page cache. Returns at once.
+    def is_here(self, ref: TensorRef) -> bool:
+        """Reading a tensor waits for nothing but the disk: its file is not still arriving."""
+        return self._checkpoint.is_here(ref.shard)
 
-        Only in a file that is open already: opening one may mean to wait until it has arrived.
+    def read_ahead(self, ref: TensorRef, rows: slice | None = None) -> None:
+        """Asks the kernel to read a tensor, or some of its rows, into its page cache. Does not wait for the bytes.
+
+        Only in a file that is open already: opening one may mean to wait until it has arrived. In pieces, since a kernel reads
+        no more for one request than its read-ahead window, and forgets the rest.
         """
         with self._lock:
             descriptor = self._descriptors.get(ref.shard)
@@ -138,7 +146,9 @@ class TensorReader:
         first, last, _ = (rows or slice(None)).indices(ref.shape[0] if ref.shape else 1)
         if last > first:
             start, length = ref.start + first * per_row, (last - first) * per_row
-            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
+            for at in range(start, start + length, ADVISED_BYTES):
+                piece = min(ADVISED_BYTES, start + length - at)
+                os.posix_fadvise(descriptor, at, piece, os.POSIX_FADV_WILLNEED)
 
     def chunks(self, ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[ByteArray]:
         """A tensor's bytes in order, in two reused buffers: the next chunk is read while this one is used.

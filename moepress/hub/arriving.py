@@ -41,6 +41,10 @@ class ArrivingCheckpoint(Checkpoint):
         self.arriving.require(name)
         return super().path(name)
 
+    def is_here(self, name: str) -> bool:
+        """Whether a file has arrived; asks for nothing."""
+        return self.arriving.has(name)
+
 
 class Arriving:
     """Fetches a snapshot's files into a folder as they are asked for. Use as a context manager; thread-safe.
@@ -111,6 +115,12 @@ class Arriving:
             coming = self._submit(name)
             self._top_up()
         coming.result()
+
+    def has(self, name: str) -> bool:
+        """Whether somebody asked for the file and it is here, checked."""
+        with self._lock:
+            coming = self._coming.get(name)
+        return coming is not None and coming.done() and not coming.cancelled() and coming.exception() is None
 
     def release(self, names: Iterable[str]) -> None:
         """Removes files. One that is asked for again is fetched again."""

@@ -141,7 +141,7 @@ class CalibratedLayers:
         settings = run_settings(self.checkpoint, self.plan, device=self.device)
         folder = self.journal.state / "scratch"
         with (
-            CheckpointWeights(self.checkpoint) as weights,
+            CheckpointWeights(self.checkpoint, ahead_bytes=settings.ahead_bytes, device=self.device) as weights,
             Scratch(folder, memory_bytes=recipe.calibration.activations_memory) as scratch,
         ):
             model = StreamedModel(self.checkpoint.config, weights, scratch, settings)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moepress.calibration.memory import MemoryNeed, memory_need
+from moepress.calibration.memory import STORED_BYTES, MemoryNeed, memory_need
 from moepress.convert.kv.plan import emission_for
 from moepress.formats.architecture import expected_weights
 from moepress.formats.families import Component, Family, expert_count, identify_family, text_config
@@ -178,7 +178,8 @@ def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int, *, memory
 
     Per expert and matrix pair, float32: weights, target and quantized values 3 × 3·I·C; gram and cross 2 × C² (gate and up),
     then 2 × I² (down); and one more C² each while they are factored. A GPU has all experts of the block in every step
-    at once, so there all of them are counted: factor and panels 2 × C², and twice the weights (see ``gptq_batched``).
+    at once, so there all of them are counted: factor and panels 2 × C², and twice the weights (see ``gptq_batched``); and the
+    next block as it is stored, which is on its way meanwhile.
 
     Args:
         memory: of a GPU; None = main memory, as much as the recipe says.
@@ -190,7 +191,7 @@ def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int, *, memory
         each = 3 * weights + 4 * 2 * max(hidden, inner) ** 2
     working = 4 * 4 * max(hidden, inner) ** 2
     if memory is not None:
-        each += 2 * weights + 4 * 2 * max(hidden, inner) ** 2
+        each += 2 * weights + 4 * 2 * max(hidden, inner) ** 2 + STORED_BYTES * 3 * inner * hidden
     fitting = max(1, int(((memory or recipe.calibration.memory) - working) // each))
     return min(fitting, experts) * weights
 

@@ -52,7 +52,7 @@ def measure_source(
     )
     folder = journal.state / "scratch"
     with (
-        CheckpointWeights(checkpoint) as weights,
+        CheckpointWeights(checkpoint, ahead_bytes=settings.ahead_bytes, device=device) as weights,
         Scratch(folder, memory_bytes=calibration.activations_memory) as scratch,
     ):
         model = StreamedModel(checkpoint.config, weights, scratch, settings)
