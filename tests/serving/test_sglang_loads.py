@@ -23,6 +23,7 @@ from moepress.calibration.streamed_model import StreamedModel
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.serving.launch import CPU_LAB
 from moepress.serving.load_proof import RECORDER, LoadProof, compare_headers, prove_load, read_reports
+from tests.cases.rewritten import tensors_of
 from tests.pressing import press
 from tests.serving.kv_integrity.dense import unquantized
 from tests.tiny_checkpoints import TinyCheckpoint, build
@@ -37,6 +38,8 @@ FUSION = ["--enforce-shared-experts-fusion"]
 PROMPT = 12
 TEXTS = torch.randint(3, 500, (8, 24), generator=torch.Generator().manual_seed(3)).tolist()
 """Prompt and forced tokens; shorter than the tiny model's ``index_topk``, where sparse attention is attention to all."""
+SIGNED = ("kimi", "glm4", "qwen3_moe")
+"""Families pressed with scales of either sign, from weights whose logits do not hang on the last bit."""
 
 
 class Loaded:
@@ -97,13 +100,19 @@ def loaded(
         name = change.__name__
         folders[name] = (damaged(work / "kimi", work / name, change), NO_FUSION)
     folders["fused"] = (work / "kimi", FUSION)
+    for family in SIGNED:
+        source = build(family, work / f"{family}-source", mtp=0, calm=True)
+        press(source.folder, work / f"{family}-signed", family, "weights.signed_scales=true")
+        folders[f"{family}-signed"] = (work / f"{family}-signed", NO_FUSION)
     plain = unquantized(build("glm5", work / "glm5-source", mtp=0), work / "glm5-float32")
     folders["glm5-float32"] = (plain, [*NO_FUSION, "--dtype", "float32"])
     jobs = [
         {"model": str(folder), "flags": flags, "report": str(work / f"{name}.report"), "log": str(work / f"{name}.log")}
         for name, (folder, flags) in folders.items()
     ]
-    jobs[-1] |= {"prompts": [text[:PROMPT] for text in TEXTS], "forced": [text[PROMPT:] for text in TEXTS]}
+    for name, job in zip(folders, jobs, strict=True):
+        if name.endswith(("-signed", "-float32")):
+            job |= {"prompts": [text[:PROMPT] for text in TEXTS], "forced": [text[PROMPT:] for text in TEXTS]}
     (work / "jobs.json").write_text(json.dumps(jobs))
     run = subprocess.run(
         [sglang_python, Path(__file__).with_name("sglang_loads.py"), work / "jobs.json"],
@@ -188,6 +197,27 @@ def test_a_shared_expert_fused_into_an_int4_slot_is_caught(loaded: dict[str, Loa
     assert of.error is None, "SGLang has no objection"
     problems = of.proof().problems
     assert any("shared_experts" in name for problem in problems for name in problem.names), problems
+
+
+@pytest.mark.parametrize("family", SIGNED)
+def test_scales_of_either_sign_are_computed_with_as_written(
+    family: str, loaded: dict[str, Loaded], tmp_path: Path
+) -> None:
+    """SGLang's answers are those of the pressed weights: far nearer to them than these are to the source.
+
+    Its kernel is the CPU lab's here; that nothing on the way from the file to the kernel minds a sign is SGLang's own.
+    """
+    of = loaded[f"{family}-signed"]
+    assert of.error is None, of.log[-3000:]
+    assert of.proof().complete
+    tensors = tensors_of(Path(of.checkpoint.location)).items()
+    scales = torch.cat([t.flatten() for n, t in tensors if ".mlp.experts." in n and n.endswith("_scale")])
+    assert 0.3 < (scales < 0).float().mean() < 0.7
+    pressed = reference(of.checkpoint, tmp_path)
+    source = reference(open_checkpoint(Path(of.checkpoint.location).with_name(f"{family}-source")), tmp_path)
+    served = torch.tensor(of.logprobs)
+    error, of_pressing = (served - pressed).abs().median(), (pressed - source).abs().median()
+    assert error < 0.3 * of_pressing, (error, of_pressing)
 
 
 def test_glm5_computes_what_transformers_computes_but_for_the_cache_in_bfloat16(
