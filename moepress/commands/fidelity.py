@@ -22,10 +22,14 @@ def fidelity(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            "--text", metavar="FILE", help="Held-out .txt or .jsonl; may be repeated (default: the shipped text)."
+            "--text",
+            metavar="FILE",
+            help="Held-out .txt or .jsonl; may be repeated (default: shipped prose, code, chat and tool calls).",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of each text.")] = 32,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each text (default: 32; of a shipped text 12).")
+    ] = None,
     length: Annotated[int, typer.Option(min=16, help="Tokens a sample.")] = 512,
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="For activations, and again for experts in work.")
@@ -39,7 +43,7 @@ def fidelity(
     from moepress.evaluate.fidelity import draw
     from moepress.recipe import parse_size
 
-    texts: dict[str, Path | None] = {path.stem: path for path in text or ()} or {"shipped text": None}
+    texts = {path.stem: path for path in text or ()}
     with Bar(quiet=as_json, in_bytes=False) as bar:
         result = api.fidelity(
             out,
@@ -53,8 +57,7 @@ def fidelity(
         )
     if picture is not None:
         draw(result, picture)
-    settings = {"source": str(source), "samples": samples, "length": length}
-    keep(out, "fidelity", "not judged", {**settings, **result.as_json()})
+    keep(out, "fidelity", "not judged", {"source": str(source), **result.as_json()})
     if as_json:
         print_json(result.as_json())
     else:

@@ -9,6 +9,7 @@ The map of errors per layer and expert comes from the receipts: ‖W − Ŵ‖ /
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,17 @@ from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.divergence import Divergence, compare_streams
 from moepress.calibration.layer_runner import RunSettings, Stream
 from moepress.calibration.streamed_model import StreamedModel
-from moepress.calibration.text import default_documents, load_tokenizer, make_samples, read_documents
+from moepress.calibration.text import Document, Tokenizer, load_tokenizer, make_samples
 from moepress.convert.layout import PROJECTIONS
 from moepress.convert.receipts import expert_errors, weight_records
-from moepress.formats.checkpoint import open_checkpoint
+from moepress.errors import CheckpointError
+from moepress.evaluate.texts import domain_documents
+from moepress.formats.architecture import expected_weights
+from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import identify_family, text_config
+
+SAMPLES = {"files": 32, "shipped": 12}
+"""Samples of each text, where nobody says how many: a shipped domain holds some ten thousand tokens."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +40,21 @@ class Fidelity:
 
     Attributes:
         texts: per text, the comparison of next-token distributions.
+        samples, length: of each text, and the tokens of one.
         drift: relative error of the hidden states after each layer, over all texts.
         experts: per layer and projection, relative error of every expert; empty without receipts.
     """
 
     texts: dict[str, Divergence]
+    samples: int
+    length: int
     drift: list[float]
     experts: dict[int, dict[str, list[float]]]
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "samples": self.samples,
+            "length": self.length,
             "texts": {name: asdict(divergence) for name, divergence in self.texts.items()},
             "drift": self.drift,
             "experts": {str(layer): errors for layer, errors in self.experts.items()},
@@ -52,9 +64,9 @@ class Fidelity:
 def measure_fidelity(
     out: Path,
     source: Path,
-    texts: dict[str, Path | None],
+    files: Mapping[str, Path] | None = None,
     *,
-    samples: int = 32,
+    samples: int | None = None,
     length: int = 512,
     seed: int = 1,
     memory: int = 4 << 30,
@@ -64,10 +76,10 @@ def measure_fidelity(
     """Compares a pressed checkpoint with its source.
 
     Args:
-        out, source: checkpoint folders of one architecture.
-        texts: name → file (.txt or .jsonl); None for the text that ships with moepress, which is also the default for
-            calibration, and therefore no judge of a calibrated checkpoint.
-        samples, length: N and S of each text.
+        out, source: checkpoint folders of one model.
+        files: name → .txt or .jsonl; without any, the domains that ship for evaluation, none of which is in the text
+            that ships for calibration. Those made of conversations are left out where the model has no chat template.
+        samples, length: N and S of each text; None takes `SAMPLES`.
         memory: bytes for activations, and again for a block of experts; more go to scratch files.
 
     Raises:
@@ -75,14 +87,16 @@ def measure_fidelity(
         VerifyFailed: logits that are not finite.
     """
     mine, theirs = open_checkpoint(out), open_checkpoint(source)
+    _check_same_model(mine, theirs)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     vocabulary = int(text_config(identify_family(theirs.config), theirs.config)["vocab_size"])
-    ids = {}
-    for name, path in texts.items():
-        documents = default_documents() if path is None else read_documents(path)
-        ids[name] = make_samples(
-            documents, tokenizer, samples=samples, length=length, seed=seed, vocab_size=vocabulary
+    count = samples or SAMPLES["files" if files else "shipped"]
+    ids = {
+        name: make_samples(
+            documents, tokenizer, samples=count, length=length, seed=seed, vocab_size=vocabulary
         ).token_ids
+        for name, documents in _texts(files, tokenizer).items()
+    }
     token_ids = torch.cat(list(ids.values()))
     settings = RunSettings(expert_bytes=memory)
     with (
@@ -112,7 +126,25 @@ def measure_fidelity(
             found[name] = compare_streams(heads[0], _part(p, rows, scratch), heads[1], _part(q, rows, scratch), part)
             first += len(part)
     errors = expert_errors(weight_records(out), identify_family(theirs.config), theirs.config)
-    return Fidelity(found, drift, errors)
+    return Fidelity(found, count, length, drift, errors)
+
+
+def _check_same_model(mine: Checkpoint, theirs: Checkpoint) -> None:
+    """Refuses two models before a layer of either is run."""
+    ours, others = ({(spec.identity, spec.shape) for spec in expected_weights(c.config)} for c in (mine, theirs))
+    if ours != others:
+        raise CheckpointError(
+            f"these are two models: {len(ours ^ others):,} weights are of one alone, or of another shape",
+            where=f"{mine.location}; {theirs.location}",
+            hint="name the checkpoint that the first was made from: --source SRC",
+        )
+
+
+def _texts(files: Mapping[str, Path] | None, tokenizer: Tokenizer) -> dict[str, list[Document]]:
+    documents = domain_documents(files)
+    if files or getattr(tokenizer, "chat_template", None):
+        return documents
+    return {name: some for name, some in documents.items() if all(document.text is not None for document in some)}
 
 
 def draw(result: Fidelity, path: Path) -> None:
