@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from moepress.calibration.tokenizer_ids import check_ids
 from moepress.errors import CheckpointError, PlanRefused
 
 DEFAULT_SET = "default.txt"
@@ -176,6 +177,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
             where=str(folder),
             hint="download the checkpoint's tokenizer files too: moepress pull ID DIR",
         )
+    check_ids(folder)
     # It warns about texts longer than the model's context, which are cut into samples anyway.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     tokenizer: Tokenizer
@@ -247,9 +249,9 @@ def make_samples(
             break
     if len(ids) < wanted:
         raise PlanRefused(
-            f"too little calibration text: {len(ids):,} tokens in {len(used):,} documents, "
+            f"too little text: {len(ids):,} tokens in {len(used):,} document{'s' if len(used) != 1 else ''}; "
             f"{samples:,} samples of {length:,} need {wanted:,}",
-            hint=f"give more text, or ask for at most {len(ids) // length:,} samples",
+            hint=f"give more text, or ask for fewer samples: {len(ids) // length:,} of this length is what it holds",
         )
     if max(ids) >= vocab_size:
         raise CheckpointError(

@@ -130,9 +130,17 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         codes: int8 [..., R, C].
         scales: bfloat16 or float32 [..., R, G], G dividing C.
     """
-    groups = scales.shape[-1]
-    values = codes.float().reshape(*codes.shape[:-1], groups, codes.shape[-1] // groups)
-    return (values * scales.float().unsqueeze(-1)).reshape(codes.shape)
+    import torch
+
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    if codes.dim() < 3 or codes.is_cuda:
+        stacked = [(values, codes, scales)]
+    else:  # matrix by matrix, each while it is in the cache
+        stacked = list(zip(*(each.flatten(0, -3) for each in (values, codes, scales)), strict=True))
+    for value, code, scale in stacked:
+        value.copy_(code)
+        value.view(*scale.shape, -1).mul_(scale.float().unsqueeze(-1))
+    return values
 
 
 def usable_scales(scales: torch.Tensor, *, ulps: int = 0) -> torch.Tensor:

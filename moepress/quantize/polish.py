@@ -7,10 +7,10 @@ P = D (H + δI), one step in one row changes the loss tr(D (H + δI) Dᵀ) by
     scale of a group by t    −2 t Σ_k q_k P_k + t² Σ_jk q_j h_jk q_k    best t = Σ q P / Σ q h q, s + t rounded to BF16
     code of a column by i    −2 i s P_k + (i s)² h_kk                   best i = P_k / (h_kk s), rounded to an integer
 
-and is taken only when that is negative: a pass cannot raise the loss. For one block of columns after the other, P comes
-from one matrix product, the block's scales are refitted, its codes moved, and D updated. The layout is [expert, column,
-row], as in gptq_batched.py; the sequential part is ``move_codes_plain`` here or the compiled polish_kernel.py,
-interchangeable.
+and is taken only when that is negative: a pass cannot raise the loss. One matrix product gives P for 256 columns. First one
+half, then the other has its scales refitted and its codes moved; D, and the second half's P, are kept up to date. The layout is
+[expert, column, row], as in gptq_batched.py; the sequential part is ``move_codes_plain`` here or the compiled
+polish_kernel.py, interchangeable.
 
 One pass is R C² multiply-adds, twice GPTQ's own sweep; the first two bring most of what there is. A group wider than a
 block of columns keeps its scale.
@@ -30,7 +30,7 @@ from moepress.quantize.polish_kernel import move_codes, refit_group
 MoveCodes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, Grid, torch.Tensor], torch.Tensor]
 Refit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Grid], tuple[torch.Tensor, torch.Tensor]]
 
-_BLOCK = 128
+_OUTER, _BLOCK = 256, 128
 _WORTH = 1e-3
 
 
@@ -115,29 +115,52 @@ def polish(
         Loss after and Σ D² after, float64 [E], and the passes made.
     """
     moves = moves or PLAIN
-    experts, columns, _ = target.shape
-    width = columns // scales.shape[1]
     delta = shift.float()
-    left = target - codes * scales.repeat_interleave(width, 1)
+    left = target - codes * scales.repeat_interleave(target.shape[1] // scales.shape[1], 1)
     done = 0
     while done < passes:
         before, done = loss, done + 1
-        for start in range(0, columns, _BLOCK):
-            block = slice(start, min(start + _BLOCK, columns))
-            rows_of_h = hessian[:, block].expand(experts, -1, -1)
-            gradient = torch.bmm(rows_of_h, left).addcmul_(left[:, block], delta[:, None, None])
-            corner = rows_of_h[:, :, block].clone()
-            corner.diagonal(dim1=1, dim2=2).add_(delta[:, None])
-            steps, which = torch.empty_like(gradient), scales[:, start // width : (block.stop - 1) // width + 1]
-            if width <= _BLOCK:
-                change, fell = moves.refit(gradient, corner, codes[:, block], which, grid)
-                left[:, block] += change
-                loss = loss - fell
-            loss = loss - moves.codes(gradient, corner, codes[:, block], which, min(width, columns), grid, steps)
-            left[:, block] += steps
+        for start in range(0, target.shape[1], _OUTER):
+            loss = loss - _polish_columns(start, hessian, delta, left, codes, scales, grid, moves)
         if float((before - loss).sum()) < _WORTH * float(loss.sum()):
             break
     return loss, left.square_().sum((1, 2), dtype=torch.float64), done
+
+
+def _polish_columns(
+    first: int,
+    hessian: torch.Tensor,
+    delta: torch.Tensor,
+    left: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    grid: Grid,
+    moves: Moves,
+) -> torch.Tensor:
+    """Once through ``_OUTER`` columns from ``first`` on; ``left`` is D, kept up to date. How much the loss fell, [E]."""
+    experts, columns, _ = left.shape
+    width, stop = columns // scales.shape[1], min(first + _OUTER, columns)
+    gradient = torch.bmm(hessian[:, first:stop].expand(experts, -1, -1), left)
+    gradient.addcmul_(left[:, first:stop], delta[:, None, None])
+    fell = torch.zeros_like(delta, dtype=torch.float64)
+    for start in range(first, stop, _BLOCK):
+        end = min(start + _BLOCK, stop)
+        block = slice(start, end)
+        own = gradient[:, start - first : end - first].contiguous()
+        corner = hessian[:, block, block].repeat(experts // len(hessian), 1, 1)
+        corner.diagonal(dim1=1, dim2=2).add_(delta[:, None])
+        steps, which = torch.empty_like(own), scales[:, start // width : (end - 1) // width + 1]
+        refitted = None
+        if width <= _BLOCK:
+            refitted, by_scales = moves.refit(own, corner, codes[:, block], which, grid)
+            fell += by_scales
+        fell += moves.codes(own, corner, codes[:, block], which, min(width, columns), grid, steps)
+        if refitted is not None:
+            steps += refitted
+        left[:, block] += steps
+        if end < stop:
+            gradient[:, end - first :].baddbmm_(hessian[:, end:stop, block].expand(experts, -1, -1), steps)
+    return fell
 
 
 def refit_plain(
