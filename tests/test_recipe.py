@@ -146,3 +146,15 @@ def test_the_schema_is_json_and_names_every_section() -> None:
     schema = json.loads(json.dumps(recipe_schema()))
     assert {"weights", "rest", "mtp", "serving", "output", "limits"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False
+
+
+def test_a_folder_called_like_a_shipped_recipe_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`convert SRC prefill --recipe prefill`, and afterwards `validate prefill --recipe prefill`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prefill").mkdir()
+    assert load_recipe("prefill").keeps_experts
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RecipeError, match="Is a directory"):
+        load_recipe("mine")

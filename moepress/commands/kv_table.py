@@ -25,7 +25,9 @@ def show_kv(kv: Mapping[str, Any]) -> None:
     )
     rows = table("layer", "cached", "emission", right=("amax", "clipped", "tiny", "scale", "error at 1.0", "error now"))
     for index, layer in shown.items():
-        for place, (cached, scale) in enumerate(layer["scale"].items()):
+        # taken over from another output they come in the alphabet's order
+        ordered = sorted(layer["scale"].items(), key=lambda item: item[0] in ("k_pe", "v"))
+        for place, (cached, scale) in enumerate(ordered):
             first = place == 0
             rows.add_row(
                 index if first else "",

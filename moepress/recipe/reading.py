@@ -28,13 +28,15 @@ def recipe_text(source: str) -> tuple[str, str]:
         RecipeError: neither a shipped name nor a readable file.
     """
     path, list_recipes = Path(source), "moepress recipes list shows what ships"
-    if path.suffix in (".yaml", ".yml") or path.exists():
+    shipped = source in shipped_recipes()
+    # outputs are often called as the recipe that they were made with: a folder is no recipe
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not (shipped and path.is_dir())):
         try:
             return path.read_text(encoding="utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise RecipeError([("(file)", f"cannot be read: {why}")], where=source, hint=list_recipes) from error
-    if source in shipped_recipes():
+    if shipped:
         return (resources.files("moepress") / "recipes" / f"{source}.yaml").read_text(
             encoding="utf-8"
         ), f"shipped recipe {source}"
