@@ -16,7 +16,7 @@ def main() -> int:
         description=import_module("fuzz").__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("campaign", choices=("headers", "texts", "checkpoints", "coverage"))
+    parser.add_argument("campaign", choices=("headers", "texts", "tokenizers", "checkpoints", "coverage"))
     parser.add_argument("target", nargs="?", default="headers", choices=("headers", "texts"), help="of coverage")
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -32,7 +32,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("campaign", "cases"), [("headers", 5000), ("texts", 500), ("checkpoints", 60)])
+@pytest.mark.parametrize(
+    ("campaign", "cases"), [("headers", 5000), ("texts", 500), ("tokenizers", 200), ("checkpoints", 60)]
+)
 def test_a_short_seeded_part_of_each_campaign_finds_nothing(campaign: str, cases: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fuzz", campaign, "--cases", str(cases), "--seed", "20261130"],
