@@ -4,7 +4,7 @@
 
 An expert is gate and up, one weight [4096, 7168], and down [7168, 2048]. Its Hessians [7168, 7168] and [2048, 2048] come from
 random tokens of correlated channels; what is timed is what `convert` does with them: error-aware targets, searched scales, the
-sweep, polish. Seconds are wall and, for a shared machine, the processor's of all threads; peak memory is the process's.
+sweep, polish; products in BF16 with float32 sums, as by default, or in float32 (`--precision`). Seconds are wall and, for a shared machine, the processor's of all threads; peak memory is the process's.
 
 On paper, for 60 layers of 384 experts (convert.forecast.calibration_cost counts, docs/guides/calibration.md):
 
@@ -34,6 +34,7 @@ from moepress.quantize.error_aware import error_aware_target
 from moepress.quantize.gptq import gptq
 from moepress.quantize.grid import Grid
 from moepress.quantize.hessian import add_gram, mirror
+from moepress.quantize.products import products_in
 from moepress.recipe import load_recipe
 
 CONFIG = Path(__file__).resolve().parents[1] / "tests" / "configs" / "kimi_k2_instruct.json"
@@ -109,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=["mixed", "float32"], default="mixed")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens behind each Hessian")
@@ -122,8 +124,9 @@ def main() -> None:
     gptq(warm, torch.eye(64)[None], Grid(4, 32), passes=1)  # compiles the loops
     experts: list[dict[str, Any]] = []
     for _ in range(arguments.experts):
-        gate_up = one_matrix(2 * INNER, HIDDEN, arguments.tokens, grid, arguments.passes, generator)
-        down = one_matrix(HIDDEN, INNER, arguments.tokens, grid, arguments.passes, generator)
+        with products_in(arguments.precision):
+            gate_up = one_matrix(2 * INNER, HIDDEN, arguments.tokens, grid, arguments.passes, generator)
+            down = one_matrix(HIDDEN, INNER, arguments.tokens, grid, arguments.passes, generator)
         total = {
             clock: round(sum(part[f"{step}_{clock}"] for part in (gate_up, down) for step in ("target", "gptq")), 2)
             for clock in ("wall", "processor")
