@@ -4,7 +4,8 @@
 
 An expert is gate and up, one weight [4096, 7168], and down [7168, 2048]. Its Hessians [7168, 7168] and [2048, 2048] come from
 random tokens of correlated channels; what is timed is what `convert` does with them: error-aware targets, searched scales, the
-sweep, polish; products in BF16 with float32 sums, as by default, or in float32 (`--precision`). Seconds are wall and, for a shared machine, the processor's of all threads; peak memory is the process's.
+sweep, polish, with products in BF16 and float32 sums as by default, or in float32 (`--precision`). Seconds are wall and, for a
+shared machine, the processor's of all threads; peak memory is the process's.
 
 On paper, for 60 layers of 384 experts (convert.forecast.calibration_cost counts, docs/guides/calibration.md):
 
