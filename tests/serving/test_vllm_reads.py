@@ -28,10 +28,13 @@ LAB = Path(__file__).with_name("vllm_lab")
 VERSION = "0.32.0"
 # vLLM's MLA on a CPU takes no other latent than Kimi's own.
 LATENT = {"kv_lora_rank": 512}
+SIGNED = "weights.signed_scales=true"
 CASES = {
     "kimi bf16_rest": ("kimi", ALL_BF16, "DeepseekV3ForCausalLM"),
     "glm4 bf16_rest": ("glm4", ALL_BF16, "Glm4MoeForCausalLM"),
     "glm4 two_groups": ("glm4", ("serving.layout=two_groups",), "Glm4MoeForCausalLM"),
+    "kimi bf16_rest signed": ("kimi", (*ALL_BF16, SIGNED), "DeepseekV3ForCausalLM"),
+    "qwen3_moe bf16_rest signed": ("qwen3_moe", (*ALL_BF16, SIGNED), "Qwen3MoeForCausalLM"),
 }
 
 
