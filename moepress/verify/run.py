@@ -79,7 +79,9 @@ def verify(
     started = time.monotonic()
     watcher = watcher or Silent()
     if not out.is_dir():
-        raise CheckpointError("no such folder", where=str(out))
+        raise CheckpointError(
+            "no such folder", where=str(out), hint="moepress verify OUT --source SRC, where OUT is what convert wrote"
+        )
     findings = Findings()
     checkpoint = open_checkpoint(source) if source is not None else None
     output = None
@@ -171,6 +173,8 @@ def _compare_weights(
         if name not in claimed:
             findings.problem(name, "comes from no weight of the source")
     pressed = f"; {packed:,} quantized ones are as close as their receipts say" if packed else ""
+    if packed and weights.algorithm == "rtn":
+        pressed += ", every code the nearest and every scale one of the recipe's"
     return f"{len(storage) - packed:,} kept weights equal the source, folded KV scales aside{pressed}"
 
 

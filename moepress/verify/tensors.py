@@ -8,7 +8,7 @@ the converter's decoder, packer or kernels cannot hide in its own mirror:
 
 Kept weights must be equal bit for bit, but for the powers of two behind a rescaled norm (`norm_factors`). A quantized
 weight must be finite, close to the source, as close as its receipt says, and for round-to-nearest each code must be the
-nearest one to w / s.
+nearest one to w / s and each scale one that the recipe gives (`rounded_scales`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from moepress.verify.files import PACKED, SCALE_NAMES, OutputFiles
 from moepress.verify.findings import Findings
 from moepress.verify.kv_folds import FoldedWeights, recorded_folds
 from moepress.verify.norm_factors import NormFactors
+from moepress.verify.rounded_scales import max_scales_off, searched_scales_off
 
 FACTOR_TOLERANCE = 0.2
 """How far a fitted pair of AWQ factors may be from cancelling: they are fitted to rounded rows and columns."""
@@ -206,21 +207,37 @@ class WeightCheck:
             truth = truth * factors
         if self.records.get(stored.name, {}).get("awq_alpha"):
             truth = self._smoothed(stored, truth, codes * spread)
-        error = float((truth - codes * spread).double().pow(2).sum())
+        served = codes * spread
+        error = float((truth - served).double().pow(2).sum())
         energy = float(truth.double().pow(2).sum())
         relative = (error / energy) ** 0.5 if energy > 0 else (0.0 if error == 0 else float("inf"))
         if not relative <= self.limit:
             problem(stored.name, f"relative error {relative:.4f}, above the limit {self.limit}")
         self._hold_against_receipt(stored.name, relative)
-        if self.algorithm == "rtn" and self.scale == "max":
-            off = int((scale != _max_scale(truth, scale.shape[1])).sum())
-            if off:
-                problem(stored.name, f"{off} of {scale.numel()} scales are not those of the recipe, max|w| / 7.5")
         if self.algorithm == "rtn":
+            self._as_rounded(stored.name, truth, scale, served)
             nearest = (truth / spread).round_().clamp_(-8, 7)
             off = int((nearest != codes).sum())
             if off:
                 problem(stored.name, f"{off} of {codes.numel()} codes are not the nearest to the source")
+
+    def _as_rounded(self, name: str, truth: torch.Tensor, scale: torch.Tensor, served: torch.Tensor) -> None:
+        """The scales are those that rounding to nearest gives (`rounded_scales`)."""
+        if self.scale == "max":
+            if off := max_scales_off(truth, scale):
+                self.findings.problem(
+                    name, f"{off} of {scale.numel()} scales are not those of the recipe, max|w| / 7.5"
+                )
+        elif self.scale == "mse":
+            strange, worse, judged = searched_scales_off(truth, scale, served, name=name, signed=self.signed_scales)
+            if strange:
+                self.findings.problem(
+                    name, f"{strange} of {scale.numel()} scales are none that the recipe's search tries"
+                )
+            if worse:
+                self.findings.problem(
+                    name, f"{worse} of {judged} judged groups have a scale that loses more than another of the search"
+                )
 
     def _smoothed(self, stored: StoredWeight, truth: torch.Tensor, served: torch.Tensor) -> torch.Tensor:
         """The source's matrix with AWQ's factors, which no file holds: up's rows × s, down's columns ÷ s.
@@ -295,12 +312,6 @@ def _fit(truth: torch.Tensor, served: torch.Tensor, *, dim: int) -> torch.Tensor
     """Least-squares factor of each row (dim 1) or column (dim 0): ⟨served, truth⟩ / ⟨truth, truth⟩; 1 where truth is zero."""
     energy = truth.square().sum(dim)
     return torch.where(energy > 0, (served * truth).sum(dim) / energy.clamp_min(1e-38), 1.0)
-
-
-def _max_scale(truth: torch.Tensor, groups: int) -> torch.Tensor:
-    """BF16 [R, groups] as compressed-tensors makes them; 2⁻⁷ where that is no normal number."""
-    scale = (truth.reshape(truth.shape[0], groups, -1).abs().amax(2) / 7.5).to(torch.bfloat16)
-    return torch.where(scale.float() < 2.0**-126, torch.tensor(2.0**-7, dtype=torch.bfloat16), scale)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
