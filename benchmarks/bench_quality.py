@@ -3,8 +3,8 @@
     python -m benchmarks.bench_quality FOLDER --tokens 8192
 
 Same model, same calibration token ids, same group size, same held-out text for all: rounding, llm-compressor's GPTQ
-(`oneshot`, each expert calibrated with all tokens or with its routed ones), auto-round where `--auto-round` names a Python that
-has it, and ours. Two calibration sizes: *many*, thousands
+(`oneshot`, each expert calibrated with all tokens or with its routed ones), auto-round and GPTQModel where `--auto-round` and
+`--gptqmodel` name a Python that has them, and ours. Two calibration sizes: *many*, thousands
 of tokens per expert, and *few*, fewer than an expert has columns.
 
 The experts of every contender are put into one and the same source model in transformers, and compared token by token: KL
@@ -43,7 +43,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny_kimi"
 TEXT = TINY / "calibration.txt"
 PEER = ROOT / "benchmarks" / "peers" / "oneshot_gptq.py"
-AUTO_ROUND = ROOT / "benchmarks" / "peers" / "auto_round_experts.py"
+ELSEWHERE = {
+    "auto-round": ROOT / "benchmarks" / "peers" / "auto_round_experts.py",
+    "gptqmodel": ROOT / "benchmarks" / "peers" / "gptqmodel_experts.py",
+}
+"""Peers whose pins need an environment of their own."""
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {"many": (64, 256), "few": (5, 128)}
 """Samples and their length; an expert of this model gets a quarter of the tokens."""
@@ -152,10 +156,10 @@ def peer(folder: Path, size: str, group_size: int, mode: str) -> tuple[Experts, 
     return _of_process([sys.executable, str(PEER)], folder / f"{size}.npy", made, group_size, "--experts", mode)
 
 
-def auto_round(folder: Path, size: str, group_size: int, python: Path) -> tuple[Experts, float, float]:
-    """The same of auto-round, in an environment that has it."""
-    made = folder / f"auto_round_{size}_g{group_size}.safetensors"
-    return _of_process([str(python), str(AUTO_ROUND)], folder / f"{size}.npy", made, group_size)
+def elsewhere(folder: Path, size: str, group_size: int, name: str, python: Path) -> tuple[Experts, float, float]:
+    """The same of a peer in an environment of its own."""
+    made = folder / f"{name.replace('-', '_')}_{size}_g{group_size}.safetensors"
+    return _of_process([str(python), str(ELSEWHERE[name])], folder / f"{size}.npy", made, group_size)
 
 
 def _of_process(
@@ -211,7 +215,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24_576, help="held-out tokens, all four domains in equal parts")
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[128, 32])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--auto-round", type=Path, metavar="PYTHON", help="of an environment with auto-round")
+    for name in ELSEWHERE:
+        parser.add_argument(f"--{name}", type=Path, metavar="PYTHON", help=f"of an environment with {name}")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     folder: Path = arguments.folder
@@ -233,8 +238,9 @@ def main() -> None:
                 add(size, group_size, name, *done)
             for name, mode in PEERS.items():
                 add(size, group_size, name, *peer(folder, size, group_size, mode))
-            if arguments.auto_round is not None:
-                add(size, group_size, "auto-round", *auto_round(folder, size, group_size, arguments.auto_round))
+            for name in ELSEWHERE:
+                if (python := getattr(arguments, name.replace("-", "_"))) is not None:
+                    add(size, group_size, name, *elsewhere(folder, size, group_size, name, python))
             for name, overrides in OURS.items():
                 add(size, group_size, name, *ours(folder, size, group_size, overrides))
     facts: dict[str, Any] = {
