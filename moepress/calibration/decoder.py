@@ -129,7 +129,7 @@ def decoder_classes(family: Family) -> DecoderClasses:
     if classes is None:
         raise CheckpointError(
             f"no forward pass for {family.title}: calibration knows {', '.join(sorted(DECODERS))}",
-            hint="convert with round-to-nearest (method: rtn), which needs no calibration",
+            hint="round to nearest, which needs no calibration: --set weights.algorithm=rtn",
         )
     return classes
 

@@ -195,13 +195,10 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
         tokenizer.encode(" one\n1", add_special_tokens=False)  # some fields of its files are only looked at here
     except Exception as error:  # the library's Rust half raises bare Exception for a file that it cannot read
         needs_code = not trust_remote_code and "auto_map" in _tokenizer_config(folder)
-        raise CheckpointError(
-            f"the tokenizer cannot be loaded: {error}",
-            where=str(folder),
-            hint="it brings its own Python code: read it, then allow it with --trust-remote-code"
-            if needs_code
-            else None,
-        ) from error
+        hint = "it brings its own Python code: read it, then allow it with --trust-remote-code" if needs_code else None
+        if isinstance(error, ImportError):
+            hint = "install what it asks for into this environment: pip install tiktoken sentencepiece"
+        raise CheckpointError(f"the tokenizer cannot be loaded: {error}", where=str(folder), hint=hint) from error
     end = tokenizer.eos_token_id
     if end is not None and type(end) is not int:
         raise CheckpointError(

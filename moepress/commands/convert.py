@@ -38,6 +38,9 @@ from moepress.errors import HubError
 if TYPE_CHECKING:
     from moepress.convert.run import Conversion
 
+FATES = {"keep": "kept", "bf16": "to BF16", "rescale": "rescaled"}
+"""What became of a weight that was not quantized (`convert.decide.Action`), for people."""
+
 
 def convert(
     source: Source,
@@ -135,7 +138,8 @@ def show(result: Conversion, broken: list[str]) -> None:
         )
         rows.add_row(f"{quantized['weights']:,}", f"{how}: {error}")
     for reason, count in sorted(report["kept"].items(), key=lambda item: -item[1]):
-        rows.add_row(f"{count:,}", reason)
+        action, _, why = reason.partition(": ")
+        rows.add_row(f"{count:,}", f"{FATES.get(action, action)} ({why})")
     stdout.print(rows)
     for found in (worst_experts(report), fallbacks(report)):
         if found is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepress.commands.console import next_step, note, params, size, stdout, table, warnings
 from moepress.commands.options import AsJson, Source, print_json
+from moepress.results import REPORT_NAME
 
 if TYPE_CHECKING:
     from moepress.formats.inspection import Inspection
@@ -20,6 +22,9 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
         print_json(inspection.as_json())
         return
     show(inspection)
+    if (Path(source) / REPORT_NAME).is_file():  # what convert made is looked at, not converted
+        next_step(f"moepress verify {source} --source SRC")
+        return
     next_step(f"moepress plan {source} --recipe {suggest_recipe(inspection.family.key, inspection.model_type)}")
 
 

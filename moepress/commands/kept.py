@@ -17,7 +17,7 @@ def keep(out: Path, name: str, verdict: str, found: dict[str, Any]) -> None:
         verdict: ``pass``, ``fail`` or ``not judged``.
     """
     if not (out / REPORT_NAME).exists():  # not finished by convert: a result would be bound to nothing
-        note(f"not kept for the report: {out} has no {REPORT_NAME}")
+        note(f"this finding is not kept: {out} holds no {REPORT_NAME} that it would belong to")
         return
     try:
         write_result(out, name, verdict, found)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import duration, next_step, size, stdout
+from moepress.commands.console import duration, next_step, note, size, stdout
 from moepress.commands.kept import keep
 from moepress.commands.options import AsJson, Threads, print_json
 from moepress.commands.progress import VerifyProgress
+from moepress.results import REPORT_NAME
 
 if TYPE_CHECKING:
     from moepress.verify.run import Verification
@@ -67,6 +68,8 @@ def verify(
         show(result)
         if not result.problems:
             next_step(f"moepress report {out}")
+        elif not (out / REPORT_NAME).exists():
+            note(f"{out} holds no {REPORT_NAME}: convert did not finish it, or it is not what convert wrote")
     if result.problems:
         raise typer.Exit(1)
 

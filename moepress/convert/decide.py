@@ -31,12 +31,12 @@ EXPERTS_NORM = "post_attention_layernorm.weight"
 FP8_KINDS = frozenset({"fp8_block", "fp8_channel", "fp8_tensor"})
 
 _ALWAYS_KEPT = {
-    Component.ROUTER: "router: 4 bits change which experts a token sees",
-    Component.NORM: "norm: a vector",
-    Component.EMBEDDING: "embedding: kept as in the source",
-    Component.LM_HEAD: "output head: kept as in the source",
-    Component.VISION: "vision tower: kept as in the source",
-    Component.PROJECTOR: "vision projector: kept as in the source",
+    Component.ROUTER: "router: rounding it would send tokens to other experts",
+    Component.NORM: "norm: vectors are not quantized",
+    Component.EMBEDDING: "embedding: always as in the source",
+    Component.LM_HEAD: "output head: always as in the source",
+    Component.VISION: "vision tower: always as in the source",
+    Component.PROJECTOR: "vision projector: always as in the source",
 }
 
 
@@ -96,7 +96,7 @@ def rule(kind: str, dtype: str, shape: tuple[int, ...], identity: Identity, reci
         shape: logical.
     """
     if kind == "int4_packed":
-        return "keep", "already packed INT4 in the source: kept bit for bit"
+        return "keep", "packed INT4 in the source already: carried bit for bit"
     if identity.component is Component.ROUTED_EXPERT and len(shape) == 2:
         return _expert_rule(kind, identity, recipe)
     if kind not in FP8_KINDS:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from moepress.convert.plan import ConversionPlan
 from moepress.errors import ConvertError, MoepressError, PlanRefused
 from moepress.formats.atomic import atomic_write_json, write_all, write_error
 from moepress.formats.sealed_json import seal_problem, sealed
+from moepress.formats.shard_index import list_some
 from moepress.formats.sources import TEMPORARY_SUFFIX
 
 STATE_FOLDER = ".moepress"
@@ -64,7 +66,7 @@ class Journal:
             strangers = sorted(entry.name for entry in self.out.iterdir() if not _is_ours_unfinished(entry))
             if strangers:
                 raise PlanRefused(
-                    f"the output folder holds {len(strangers)} other files: {', '.join(strangers[:5])}",
+                    f"the output folder is not empty: {list_some(strangers)}",
                     where=str(self.out),
                     hint="choose an empty or new folder",
                 )
@@ -72,7 +74,7 @@ class Journal:
         begun = read_json(self.state / "plan.json")
         if begun.get("key") != self.plan.key:
             raise PlanRefused(
-                f"the folder was begun with something else: {_difference(begun, self.plan)}",
+                f"the folder was begun with something else:\n    {_difference(begun, self.plan)}",
                 where=str(self.out),
                 hint="choose another output folder, or delete this one to start over",
             )
@@ -90,7 +92,7 @@ class Journal:
                 strangers.append(relative)
         if strangers:
             raise PlanRefused(
-                f"{len(strangers)} files in the output folder do not belong to this plan: {', '.join(strangers[:5])}",
+                f"the output folder holds what does not belong to this plan: {list_some(strangers)}",
                 where=str(self.out),
                 hint="move them away, then run the same command again",
             )
@@ -186,19 +188,25 @@ def _is_ours_unfinished(entry: Path) -> bool:
 
 
 def _difference(begun: dict[str, Any], plan: ConversionPlan) -> str:
-    """Names the fields in which two plans differ, the recipe's by their path."""
+    """Names the fields in which two plans differ, the recipe's by their path; of another recipe not what its name implies."""
     now = plan.as_json()
     parts = []
     for field in ("moepress", "source", "source_fingerprint", "calibration"):
         if begun.get(field) != now[field]:
-            parts.append(f"{field} {begun.get(field)!r} → {now[field]!r}")
+            parts.append(f"{field} {_short(begun.get(field))} → {_short(now[field])}")
     old, new = begun.get("recipe"), now["recipe"]
     if isinstance(old, dict):
-        for path in sorted({*_flat(old), *_flat(new)}):
+        implied = {"description", "families"} if old.get("name") != new["name"] else set()
+        for path in sorted({*_flat(old), *_flat(new)} - implied):
             before, after = _flat(old).get(path), _flat(new).get(path)
             if before != after:
-                parts.append(f"{path} {before!r} → {after!r}")
-    return "; ".join(parts) or "its name plan differs"
+                parts.append(f"{path} {_short(before)} → {_short(after)}")
+    return "\n    ".join(parts) or "its name plan differs"
+
+
+def _short(value: object) -> str:
+    """A value for people: of a SHA-256 the first twelve digits."""
+    return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else repr(value)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -172,7 +172,13 @@ def _local_folder(location: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_symlink() or folder.exists():
-        raise CheckpointError(f"{location} is {_kind(folder)}, not a checkpoint's folder", where=str(folder.absolute()))
+        raise CheckpointError(
+            f"{location} is {_kind(folder)}, not a checkpoint's folder",
+            where=str(folder.absolute()),
+            hint=f"name the folder that holds config.json and the shards: {folder.parent}"
+            if folder.is_file()
+            else None,
+        )
     hint = "check the path; a checkpoint's folder holds config.json and *.safetensors"
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", location):
         hint = f"if this is a Hub id, fetch it first: moepress pull {location} DIR"
@@ -199,6 +205,8 @@ def _read_config(
         hint = "point at the folder that holds config.json and the shards"
         if folder and (folder / "snapshots").is_dir():
             hint = f"this is a Hub cache: point at one of its snapshots, {folder / 'snapshots'}/REVISION"
+        elif any(name.lower().endswith(".gguf") for name in sizes):
+            hint = "GGUF files cannot be converted: start from the publisher's safetensors checkpoint (FP8 or BF16)"
         raise CheckpointError("no config.json", where=location, hint=hint)
     config, repeated = parse_object(files.read_text(CONFIG_NAME), where=f"{location}/{CONFIG_NAME}")
     warnings = [f"config.json: the key {key!r} is there twice; the last one counts" for key in repeated[:5]]

@@ -44,7 +44,7 @@ __all__ = [
 
 Config = Mapping[str, Any]
 
-ADD_A_FAMILY = "CONTRIBUTING.md, 'How to add a model family': a table entry and a tiny test model"
+ADD_A_FAMILY = "to add a family, see docs/guides/add-a-family.md: a table entry and a tiny test model"
 
 PARTS: Mapping[str, str] = {
     "weight": "weight",

@@ -379,4 +379,4 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_MOE,
     MINIMAX_M2,
 )
-"""Every family moepress knows. To add one: CONTRIBUTING.md, 'How to add a model family'."""
+"""Every family moepress knows. To add one: docs/guides/add-a-family.md."""

@@ -106,7 +106,11 @@ def shards_without_index(names: Iterable[str], *, where: str) -> tuple[str, ...]
     if present == [SINGLE_NAME]:
         return (SINGLE_NAME,)
     if not present:
-        raise CheckpointError("no weights: neither model.safetensors nor an index", where=where)
+        raise CheckpointError(
+            "no weights: neither model.safetensors nor an index",
+            where=where,
+            hint="download the .safetensors files; other formats (.bin, .pth, .gguf) are not read",
+        )
     matches = [match for name in present if (match := SHARD_NAME.fullmatch(name))]
     sets = {(match["stem"], int(match["count"])) for match in matches}
     if len(matches) != len(present) or len(sets) != 1:

@@ -76,16 +76,18 @@ class KvTreatment:
         """The facts in words."""
         measured = len({row.layer for row in self.layers})
         how = {
-            "folded": f"Scales are folded into the weights around the cache, in {self.folded} of {measured} measured layers",
-            "checkpoint": f"Scales are written to the files, for {measured} layers",
-        }.get(self.emission, "No scales were made: an FP8 cache holds values at a scale of 1.0")
+            "folded": f"Scales are folded into the weights around the cache in {self.folded} of {measured} measured layers"
+            if self.folded
+            else f"{measured} layers were measured, and no scale was folded: every one stays at 1.0",
+            "checkpoint": f"Scales for {measured} layers are written to the files",
+        }.get(self.emission, "No scales were made: an FP8 cache stores values at a scale of 1.0")
         if self.dynamic:
-            how = "No scales were made, for the server's FP8 cache has one of its own for every tile"
+            how = "No scales were made: the server's FP8 cache computes its own for every tile"
         scheme = "a kv_cache_scheme, so that `auto` gives an FP8 cache" if self.scheme else "no kv_cache_scheme"
         found = [
-            f"{how}. {_capital(self.reason)}",
+            f"{how} ({self.reason.rstrip('.')})." if self.reason else f"{how}.",
             f"The files hold {len(self.scales):,} scale tensors; config.json declares {scheme}.",
-            f"A scale in the files is, in this server: {self.effect} ({self.evidence}).",
+            f"What this server does with a scale in the files: {self.effect} ({self.evidence}).",
         ]
         found += [f"Suspicious: {what}." for what in self.suspicious]
         if self.resolved:
@@ -133,7 +135,3 @@ def _rows(layer: int, of: Mapping[str, Any]) -> list[CachedLayer]:
         )
         for cached, scale in of["scale"].items()
     ]
-
-
-def _capital(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""

@@ -29,7 +29,7 @@ TITLES = {
     "projector": "Vision projector",
 }
 
-_ACTIONS = {"keep": "kept", "bf16": "to BF16"}
+_ACTIONS = {"keep": "kept", "bf16": "to BF16", "rescale": "rescaled"}
 
 
 @dataclass(frozen=True)

@@ -244,9 +244,9 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 
 def test_too_little_text_says_how_much(folder: Path) -> None:
-    with pytest.raises(PlanRefused, match="132 tokens in 12 documents, 64 samples of 8 need 512") as caught:
+    with pytest.raises(PlanRefused, match="132 tokens in 12 documents; 64 samples of 8 need 512") as caught:
         made(folder, documents(), samples=64)
-    assert "at most 16 samples" in str(caught.value.hint)
+    assert "fewer samples: 16" in str(caught.value.hint)
 
 
 def test_tokens_beyond_the_embedding(folder: Path) -> None:

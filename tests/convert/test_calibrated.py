@@ -153,7 +153,7 @@ def test_too_little_text_is_refused_before_work(tmp_path: Path) -> None:
     source = build("kimi", tmp_path / "src")
     text = tmp_path / "text.txt"
     text.write_text("too short")
-    with pytest.raises(PlanRefused, match="too little calibration text"):
+    with pytest.raises(PlanRefused, match="too little text"):
         press(source.folder, tmp_path / "out", "kimi", "weights.algorithm=gptq", f"calibration.text={text}")
     assert not (tmp_path / "out").exists()
 

@@ -115,7 +115,7 @@ def test_rotated_keys_of_mla_fold_where_attention_is_bf16(tmp_path: Path) -> Non
     assert at_scale[0].shares["unit"]["k_pe"].clipped == 0
     assert verify(tmp_path / "out", source.folder).problems == ()
     kept = press(source.folder, tmp_path / "kept", "kimi", *FOLDED).report["kv_cache"]
-    assert "rest.attention=bf16 has room" in kept["layers"]["0"]["reason"]["k_pe"]
+    assert "--set rest.attention=bf16 would allow it" in kept["layers"]["0"]["reason"]["k_pe"]
     assert kept["layers"]["0"]["scale"]["k_pe"] == 1.0
 
 
@@ -225,7 +225,7 @@ def test_auto_follows_the_contract_where_the_recipe_calibrates(tmp_path: Path) -
     assert seen["glm4 gptq"]["emission"] == "folded"
     assert "drops" in seen["glm4 gptq"]["reason"]
     assert seen["glm4 rtn"]["emission"] == "none"
-    assert "rounding runs no calibration" in seen["glm4 rtn"]["reason"]
+    assert "rounding needs no calibration" in seen["glm4 rtn"]["reason"]
     assert seen["glm5 gptq"]["emission"] == "none"
     assert "dynamic scale per tile" in seen["glm5 gptq"]["reason"]
 

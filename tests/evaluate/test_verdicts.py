@@ -183,7 +183,7 @@ def test_cut_off_answers_fail_the_task(servers: Servers, cases: Path, tmp_path: 
         (("--tasks", ""), "no such task: (none given)"),
         (("--text", "prose"), "is not NAME=FILE"),
         (("--set", "evaluation.max_klx=1"), "evaluation.max_klx: no such field"),
-        (("--windows", "4000"), "too little calibration text"),
+        (("--windows", "4000"), "too little text"),
         (("--api-key-env", "NO_SUCH_VARIABLE"), "is not set"),
         (("--tasks", "gsm8k", "--lm-eval-python", sys.executable + "-missing"), "no such Python"),
     ],

@@ -323,6 +323,12 @@ def test_a_missing_or_broken_config_is_one_clear_error(folder: Path, text: str |
     assert str(folder) in str(error)
 
 
+def test_a_gguf_folder_and_a_single_file_are_told_what_is_needed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "kimi-00001-of-00002.GGUF").write_bytes(b"GGUF")
+    assert "GGUF files cannot be converted" in str(refusal(tmp_path).hint)
+    assert str(refusal(folder / "config.json").hint).endswith(str(folder))
+
+
 def test_a_key_given_twice_in_the_config_is_a_warning(folder: Path) -> None:
     (folder / "config.json").write_text('{"a": 1, "a": 2}')
     checkpoint = open_checkpoint(folder)

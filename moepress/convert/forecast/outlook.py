@@ -91,10 +91,11 @@ class Outlook:
                 f"disk: {self.disk.needed / GIB:,.2f} GiB needed, {self.disk.free / GIB:,.2f} GiB free in {self.disk.folder}"
             )
         if self.time is not None:
+            what = "pressing here, without the calibration" if self.calibration is not None else "time here"
             text.append(
-                f"time here: about {_duration(self.time.seconds)} on {self.time.threads} threads (measured: pressing "
+                f"{what}: about {_duration(self.time.seconds)} on {self.time.threads} threads (measured: pressing "
                 f"{self.time.press_rate / 1e9:.2f} GB/s, writing {self.time.write_rate / 1e9:.2f} GB/s; "
-                f"bound by {self.time.bound_by})"
+                f"limited by {self.time.bound_by})"
             )
         if self.calibration is not None:
             text += self.calibration.lines()

@@ -75,9 +75,9 @@ class KvPlan:
         }[self.emission]
         if self.taken is not None:
             return [f"KV scales: {self.emission}: {how}; {len(self.layers)} layers, as in {self.taken.place}"]
-        cost = "; a pass over the source model of its own, which comes on top of the time below" if own_pass else ""
+        cost = "; this takes a pass of its own over the source model, on top of the time below" if own_pass else ""
         lines = [f"KV scales: {self.emission}: {how}; {len(self.layers)} layers to measure{cost} ({self.reason})"]
-        return lines + [f"KV scales: {name} keeps 1.0: {why}" for name, why in self.left.items()]
+        return lines + [f"KV scales: {name} stays at 1.0: {why}" for name, why in self.left.items()]
 
 
 def emission_for(recipe: Recipe, contract: Contract, taken: TakenScales | None = None) -> tuple[KvEmission, str]:
@@ -117,12 +117,12 @@ def emission_for(recipe: Recipe, contract: Contract, taken: TakenScales | None =
     if scales.emission == "none":
         return "none", f"{server}, {contract.family}: {scales.refusal('folded') or scales.evidence}"
     if not recipe.calibrated and not recipe.keeps_experts:
-        return "none", "rounding runs no calibration; kv_cache.scales=folded or checkpoint would run one"
+        return "none", "rounding needs no calibration pass; --set kv_cache.scales=folded or =checkpoint adds one"
     effect = {
-        "used": "the server uses k_scale and v_scale of the files",
-        "inert": "the server drops scales of the files",
-        "wrong unless 1.0": "scales of the files would be wrong",
-        "not verified": "what scales of the files do is not verified",
+        "used": "the server applies k_scale and v_scale from the files",
+        "inert": "the server ignores scales in the files",
+        "wrong unless 1.0": "the server would misapply scales in the files",
+        "not verified": "what the server does with scales in the files is not verified",
     }[scales.effect]
     return scales.emission, f"{server}, {contract.family}: {effect}"
 
@@ -245,5 +245,5 @@ def _left(shape: AttentionShape, attention: Mapping[int, Mapping[str, Decision]]
             for inner, fold in layer_folds(shape, weights, {name: 1}).items():
                 decision = weights[inner]
                 if decision.action == "keep" and (why := straddled(decision.stored, fold)) is not None:
-                    left.setdefault(name, f"{why} (layer {layer}); rest.attention=bf16 has room")
+                    left.setdefault(name, f"{why} (layer {layer}); --set rest.attention=bf16 would allow it")
     return left
