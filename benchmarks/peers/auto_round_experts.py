@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
-DENSE = r"(self_attn\.|shared_experts\.|layers\.\d+\.mlp\.(gate|up|down)_proj$|mlp\.gate$|lm_head)"
 
 
 def main() -> None:
@@ -45,6 +44,8 @@ def main() -> None:
     model.config._name_or_path = str(judge.TINY / "master")
     ids = torch.from_numpy(np.load(arguments.tokens))
     samples, length = ids.shape
+    # by name: what a pattern matches changes from release to release. Experts are no linear modules before it unfuses them
+    dense = {name: {"bits": 16} for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     rounder = AutoRound(
         model,
         PreTrainedTokenizerFast.from_pretrained(judge.TINY / "master"),
@@ -56,7 +57,7 @@ def main() -> None:
         nsamples=samples,
         batch_size=min(arguments.batch_size, samples),
         dataset=[{"input_ids": batch} for batch in ids.split(min(arguments.batch_size, samples))],
-        layer_config={DENSE: {"bits": 16}},
+        layer_config=dense,
         device_map="cpu",
         enable_torch_compile=False,
         amp=False,
