@@ -35,6 +35,7 @@ from moepress.calibration.statistics import pooled_moments
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
 from moepress.convert.executor import InProcess
+from moepress.convert.plan import make_plan
 from moepress.convert.units import Pool
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.reader import TensorReader
@@ -62,7 +63,7 @@ def pressed(source: Path, *, tokens: int, ahead: bool) -> str:
         TensorReader(checkpoint) as reader,
         Pool(1) as pool,
     ):
-        here = InProcess(recipe, reader, pool, source)
+        here = InProcess(make_plan(checkpoint, recipe, calibration="0" * 64), reader, pool, source)
         model = StreamedModel(text, weights, scratch, settings)
         ids = torch.randint(text["vocab_size"], (tokens // 256, 256), generator=torch.Generator().manual_seed(0))
         stream = model.embed(ids)
@@ -70,7 +71,7 @@ def pressed(source: Path, *, tokens: int, ahead: bool) -> str:
             with model.open_layer(index) as layer:
                 routed = here.dense(layer, stream)
                 assert routed is not None
-                here.press(layer, stream, LayerInputs(routed, None, pooled_moments(routed)), take)
+                here.press(layer, stream, LayerInputs(routed, None, pooled_moments(routed)), take, lambda: None)
                 routed.release()
     return digest.hexdigest()
 

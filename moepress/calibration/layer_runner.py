@@ -23,7 +23,7 @@ counts, unless the process was started with MKL_CBWR=AUTO,STRICT (then 1 and N t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,21 +158,49 @@ class LayerContext:
 class OpenLayer:
     """One decoder layer in memory. Made by ``StreamedModel.open_layer``.
 
+    Args:
+        module: on meta, routed experts replaced by the tap.
+        fill: gives it its weights. Called when somebody first computes with it: who only hands out work never does.
+
     Attributes:
         index: of the layer.
-        module: transformers' decoder layer, routed experts replaced by the tap.
         is_sparse: it has routed experts.
     """
 
     def __init__(
-        self, index: int, module: nn.Module, tap: ExpertTap | None, names: LayerNames, context: LayerContext
+        self,
+        index: int,
+        module: nn.Module,
+        fill: Callable[[], None],
+        tap: ExpertTap | None,
+        names: LayerNames,
+        context: LayerContext,
     ) -> None:
         self.index = index
-        self.module = module
+        self._module = module
+        self._fill: Callable[[], None] | None = fill
         self.is_sparse = tap is not None
         self._tap = tap
         self._names = names
         self._context = context
+
+    @property
+    def module(self) -> nn.Module:
+        """transformers' decoder layer, filled.
+
+        Raises:
+            CheckpointError: shapes that differ from the configuration's.
+        """
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill()
+            self.expect_experts()
+        return self._module
+
+    @property
+    def device(self) -> str:
+        """Where it computes."""
+        return self._context.settings.device
 
     @property
     def cache_view(self) -> CacheView:
@@ -268,21 +296,24 @@ class OpenLayer:
         stream.hidden.write(start, hidden)
 
     @torch.no_grad()
-    def experts_batch(self, routed: TapInputs, weights: ExpertWeights | None = None) -> torch.Tensor:
-        """The routed experts' summed outputs for some tokens, [t, C] float32: what `experts` adds to them.
+    def experts_batches(self, batches: Sequence[TapInputs], weights: ExpertWeights | None = None) -> list[torch.Tensor]:
+        """The routed experts' summed outputs for batches of tokens: what `experts` adds to them. Every block is loaded once.
 
         Args:
-            routed: (x [t, C], expert [t, K], weight [t, K]).
+            batches: (x [t, C], expert [t, K], weight [t, K]) each; cut as `batches` cuts them, for the same bits.
             weights: as in `experts`.
+
+        Returns:
+            [t, C] float32 for each, on the device.
         """
-        x, expert, weight = (part.to(self._context.settings.device) for part in routed)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        order = sort_by_expert(expert, self._context.num_experts)
-        settings = self._context.settings
+        settings, count = self._context.settings, self._context.num_experts
+        out = [torch.zeros(x.shape, dtype=torch.float32, device=settings.device) for x, _, _ in batches]
         for experts in self.expert_blocks():
             block = (weights or self.load_and_expect)(experts).to(settings.device, settings.dtype)
-            with products_in(settings.products):
-                experts_forward((x, expert, weight), order, block, out)
+            for tokens, total in zip(batches, out, strict=True):
+                x, expert, weight = (part.to(settings.device) for part in tokens)
+                with products_in(settings.products):
+                    experts_forward((x, expert, weight), sort_by_expert(expert, count), block, total)
         return out
 
     def load_experts(self, experts: range, *, dtype: torch.dtype | None = None) -> ExpertBlock:

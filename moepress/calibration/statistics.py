@@ -34,7 +34,7 @@ import torch
 from moepress.calibration.expert_tap import RoutedTokens, expert_inner, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.errors import QuantizeError
-from moepress.quantize.hessian import add_gram, add_product, all_finite, mirror
+from moepress.quantize.hessian import add_gram, add_product, all_finite, mirror, panels
 
 TOKENS_PER_CHUNK = 16384
 
@@ -149,14 +149,52 @@ def pooled_moments(routed: RoutedTokens, *, source: RoutedTokens | None = None, 
         x = routed.inputs(start, stop).to(device)
         add_gram(gram, x)
         if cross is not None and source is not None:
-            difference = source.inputs(start, stop).to(device).float() - x.float()
-            add_product(cross, difference.to(x.dtype), x)
+            _add_cross(cross, x, source.inputs(start, stop).to(device))
+    return finished_pool(len(routed), gram, cross)
+
+
+def pooled_panel(routed: RoutedTokens, first: int, *, device: str = "cpu") -> torch.Tensor:
+    """One panel of `pooled_moments`' gram, from its row and column ``first`` on: the same bits, made anywhere.
+
+    Args:
+        first: of `quantize.hessian.panels`.
+
+    Returns:
+        float32 [rows of the panel, C − first], of which only what is on or above the diagonal counts.
+    """
+    hidden = routed.x.shape[1]
+    gram = torch.zeros(hidden, hidden, device=device)
+    for start, stop in _chunks(len(routed)):
+        add_gram(gram, routed.inputs(start, stop).to(device), only=(first,))
+    following = next((other for other in panels(hidden) if other > first), hidden)
+    return gram[first:following, first:].contiguous()
+
+
+def pooled_cross(routed: RoutedTokens, source: RoutedTokens, *, device: str = "cpu") -> torch.Tensor:
+    """`pooled_moments`' cross, [C, C]; arguments as there."""
+    hidden = routed.x.shape[1]
+    cross = torch.zeros(hidden, hidden, device=device)
+    for start, stop in _chunks(len(routed)):
+        _add_cross(cross, routed.inputs(start, stop).to(device), source.inputs(start, stop).to(device))
+    return cross
+
+
+def finished_pool(tokens: int, gram: torch.Tensor, cross: torch.Tensor | None) -> PooledMoments:
+    """Sums that are complete, gram's panels on and above the diagonal; mirrored in place.
+
+    Raises:
+        QuantizeError: inputs that are not finite.
+    """
     if not (all_finite(gram) and (cross is None or all_finite(cross))):
         raise QuantizeError(
             "the layer's inputs are not finite", hint="the source's weights or the forward pass overflow"
         )
     mirror(gram)
-    return PooledMoments(len(routed), gram, cross)
+    return PooledMoments(tokens, gram, cross)
+
+
+def _add_cross(cross: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    add_product(cross, (theirs.float() - ours.float()).to(ours.dtype), ours)
 
 
 class _Sums:

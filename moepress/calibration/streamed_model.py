@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,13 +96,13 @@ class StreamedModel:
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
-        """Build and fill a decoder layer; its memory is given back on leaving.
+        """Build a decoder layer, which is filled when it is first computed with; its memory is given back on leaving.
 
         Args:
             index: 0 … num_layers − 1, or one of `mtp_layers`.
 
         Raises:
-            CheckpointError: missing or unknown weights, or shapes that differ from the configuration's.
+            CheckpointError: missing or unknown weights.
         """
         is_mtp = index >= self.num_layers
         config = mtp_config(self.config, len(self.mtp_layers)) if is_mtp else self.config
@@ -118,7 +119,6 @@ class StreamedModel:
         tap = ExpertTap() if names.is_sparse else None
         if tap is not None:
             layer.get_submodule("mlp").experts = tap
-        self._fill(layer, names.dense)
         context = LayerContext(
             config=config,
             classes=self.classes,
@@ -129,9 +129,7 @@ class StreamedModel:
             settings=self.settings,
             following=self._dense_names(index + 1),
         )
-        opened = OpenLayer(index, layer, tap, names, context)
-        opened.expect_experts()
-        yield opened
+        yield OpenLayer(index, layer, partial(self._fill, layer, names.dense), tap, names, context)
 
     def run_layer(self, index: int, stream: Stream) -> None:
         """One whole layer with the source's own experts; `stream` is replaced by its output."""
@@ -144,6 +142,10 @@ class StreamedModel:
     def finish(self, stream: Stream) -> None:
         """The final norm, in place: what lm_head and the MTP layer are given."""
         self.normalize(stream, self._named("model.norm.weight"))
+
+    def final_norm(self) -> nn.Module:
+        """The norm before lm_head, filled."""
+        return self.norm(self._named("model.norm.weight"))
 
     @torch.no_grad()
     def normalize(self, stream: Stream, name: str) -> None:

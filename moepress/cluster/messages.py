@@ -113,21 +113,24 @@ class SentInputs:
         cross = None if pooled.cross is None else send(pooled.cross)
         return cls(inputs.ours.num_experts, pooled.tokens, send(pooled.gram), cross, norm)
 
-    def with_tokens(self, ours: Sequence[Sent | None], source: Sequence[Sent | None], device: str) -> LayerInputs:
-        """The whole again; the tokens (x, expert, weight) stay where they are."""
-        mine = self._routed(ours)
-        if mine is None:
-            raise ValueError("a layer's inputs came without tokens")
+    def with_tokens(self, ours: Sequence[Sent], source: Sequence[Sent], device: str) -> LayerInputs:
+        """The whole again; the tokens stay where they are. Arguments as `routed_where_it_lies`; () = no source run."""
         cross = None if self.pooled_cross is None else receive(self.pooled_cross).to(device)
         pooled = PooledMoments(self.pooled_tokens, receive(self.pooled_gram).to(device), cross)
-        return LayerInputs(mine, self._routed(source), pooled)
+        mine = routed_where_it_lies(ours, num_experts=self.num_experts, norm=self.norm)
+        theirs = routed_where_it_lies(source, num_experts=self.num_experts, norm=self.norm) if source else None
+        return LayerInputs(mine, theirs, pooled)
 
-    def _routed(self, tokens: Sequence[Sent | None]) -> RoutedTokens | None:
-        parts = [Activations.elsewhere(look(part)) for part in tokens if part is not None]
-        if not parts:
-            return None
-        x, expert, weight = parts
-        return RoutedTokens(x, expert, weight, self.num_experts, None if self.norm is None else receive(self.norm))
+
+def routed_where_it_lies(tokens: Sequence[Sent], *, num_experts: int, norm: Sent | None) -> RoutedTokens:
+    """Tapped tokens of a whole layer, in shared memory, only to be read.
+
+    Args:
+        tokens: (x, expert, weight).
+        num_experts, norm: as in `SentInputs`.
+    """
+    x, expert, weight = (Activations.elsewhere(look(part)) for part in tokens)
+    return RoutedTokens(x, expert, weight, num_experts, None if norm is None else receive(norm))
 
 
 @dataclass(frozen=True)

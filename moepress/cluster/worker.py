@@ -1,4 +1,4 @@
-"""What one worker holds, and the four things it is asked for. Plain Python: Ray wraps this class, tests call it.
+"""What one worker holds, and the six things it is asked for. Plain Python: Ray wraps this class, tests call it.
 
 A worker keeps nothing that matters: the plan and the headers are given to it when it starts, a layer is opened when it is
 first asked for and closed when another one is, and every answer depends on the question alone. So it may die at any
@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from moepress.calibration.activations import Scratch
+from moepress.calibration.activations import Activations, Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.layer_fill import ExpertBlock
-from moepress.calibration.layer_runner import ExpertWeights, OpenLayer
+from moepress.calibration.layer_runner import ExpertWeights, OpenLayer, Stream
+from moepress.calibration.statistics import pooled_cross, pooled_panel
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.cluster.messages import (
     Sent,
@@ -31,19 +32,22 @@ from moepress.cluster.messages import (
     SentBlock,
     SentDense,
     SentInputs,
-    SentTokens,
+    look,
     receive,
-    receive_tokens,
+    routed_where_it_lies,
     send,
     send_dense,
 )
 from moepress.convert.calibrated.layers import read_back, run_settings
 from moepress.convert.executor import press_experts
 from moepress.convert.journal import STATE_FOLDER
+from moepress.convert.kv.layer_scales import LayerScales
+from moepress.convert.kv.scales import measure_layer
 from moepress.convert.plan import ConversionPlan
 from moepress.convert.units import Pool, run_unit
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.reader import TensorReader
+from moepress.quantize.products import products_in
 
 
 @dataclass(frozen=True)
@@ -143,12 +147,12 @@ class Worker:
             made = layer.dense_batch(receive(hidden), receive(real), None if topk is None else receive(topk))
             return send_dense(made)
 
-    def press(self, index: int, experts: range, small: SentInputs, *tokens: Sent | None) -> SentBlock:
+    def press(self, index: int, experts: range, small: SentInputs, *tokens: Sent) -> SentBlock:
         """Quantizes a block of a layer's experts.
 
         Args:
             small: the layer's inputs without their tokens.
-            tokens: of the run being quantized, then of the source run or None three times; they stay in shared memory.
+            tokens: (x, expert, weight) of the run being quantized, and of the source run if there is one; in shared memory.
         """
         with self._logged(f"layer {index} experts {experts.start}..{experts.stop - 1}"):
             layer = self._layer_at(index)
@@ -156,17 +160,52 @@ class Worker:
             weights = layer.load_experts(experts, dtype=torch.float32)
             return SentBlock.of(press_experts(layer, weights, inputs, self.start.plan.recipe))
 
-    def experts(self, index: int, tokens: SentTokens, finished: bool, *blocks: SentBlock) -> Sent:
-        """What the routed experts add to some tokens, [t, C] float32.
+    def experts(
+        self,
+        index: int,
+        ranges: Sequence[tuple[int, int]],
+        norm: Sent | None,
+        finished: bool,
+        x: Sent,
+        expert: Sent,
+        weight: Sent,
+        *blocks: SentBlock,
+    ) -> list[Sent]:
+        """What the routed experts add to batches of a layer's tokens, [t, C] float32 each.
 
         Args:
+            ranges: (first, last) token of each batch.
+            norm: as in `SentInputs`.
             finished: with the new integers, not with the source's weights.
+            x, expert, weight: tokens of the whole layer, in shared memory.
             blocks: the new integers; () = they are in the output's shards.
         """
-        with self._logged(f"layer {index} experts' outputs, {tokens[0].bits.shape[0]} tokens"):
+        with self._logged(f"layer {index} experts' outputs, {sum(last - first for first, last in ranges)} tokens"):
             layer = self._layer_at(index)
+            routed = routed_where_it_lies((x, expert, weight), num_experts=0, norm=norm)
             weights = self._finished(index, blocks) if finished else None
-            return send(layer.experts_batch(receive_tokens(tokens), weights))
+            batches = [routed.read(first, last) for first, last in ranges]
+            return [send(made) for made in layer.experts_batches(batches, weights)]
+
+    def pooled(self, index: int, panel: int | None, *tokens: Sent) -> Sent:
+        """A panel of the second moments of all of a layer's tokens, or (``panel`` None) their cross moments.
+
+        Args:
+            tokens: (x, expert, weight) of the run being quantized, and of the source run for cross moments; in shared memory.
+        """
+        what = "cross moments" if panel is None else f"moments from {panel}"
+        with self._logged(f"layer {index} {what}"), products_in(self.start.plan.recipe.calibration.precision):
+            ours, device = routed_where_it_lies(tokens[:3], num_experts=0, norm=None), self.start.device
+            if panel is not None:
+                return send(pooled_panel(ours, panel, device=device))
+            return send(pooled_cross(ours, routed_where_it_lies(tokens[3:], num_experts=0, norm=None), device=device))
+
+    def measure(self, index: int, hidden: Sent, lengths: Sent, topk: Sent | None) -> LayerScales:
+        """KV scales of a layer, whose inputs of all samples lie in shared memory."""
+        with self._logged(f"layer {index} KV scales"):
+            carried = None if topk is None else Activations.elsewhere(look(topk))
+            stream = Stream(Activations.elsewhere(look(hidden)), receive(lengths), carried)
+            return measure_layer(self._layer_at(index), stream, self.start.plan)
 
     def close(self) -> None:
         """Closes files and gives memory back."""
@@ -206,15 +245,17 @@ class Worker:
         plan = plan or self.start.plan
         shard = next(shard for shard in plan.shards if shard.name == name)
         with self._logged(name):
-            return run_unit(shard, plan, self._reader, folder, self._pool, lambda _: None)
+            return run_unit(shard, plan, self._reader, folder, self._pool, lambda _: None, self.start.device)
 
     def _layer_at(self, index: int) -> OpenLayer:
         if self._open is None or self._open.index != index:
             self._layer.close()
             if self._model is None:
-                weights = self._stack.enter_context(CheckpointWeights(self.start.checkpoint))
-                scratch = self._stack.enter_context(Scratch(self.start.out, memory_bytes=1 << 62))
                 settings = run_settings(self.start.checkpoint, self.start.plan, device=self.start.device)
+                weights = self._stack.enter_context(
+                    CheckpointWeights(self.start.checkpoint, ahead_bytes=settings.ahead_bytes, device=self.start.device)
+                )
+                scratch = self._stack.enter_context(Scratch(self.start.out, memory_bytes=1 << 62))
                 self._model = StreamedModel(self.start.checkpoint.config, weights, scratch, settings)
             self._open = self._layer.enter_context(self._model.open_layer(index))
         return self._open

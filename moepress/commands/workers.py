@@ -59,6 +59,7 @@ def place_of_work(
         raise MoepressError(
             "workers need Ray, which is not installed", where="--workers", hint="pip install 'moepress[ray]'"
         )
-    from moepress.cluster.ray_executor import Workers, ray_workers
+    from moepress.cluster.ray_executor import ray_workers
+    from moepress.cluster.ray_start import Workers
 
     return partial(ray_workers, Workers(count, address, threads, gpus, gather, wait))

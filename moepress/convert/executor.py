@@ -1,10 +1,12 @@
 """Where the work of a conversion is done: in this process, or by workers elsewhere (`moepress.cluster`).
 
-A conversion asks for four things. Each is cut so that its parts know nothing of each other, and so every place gives the
+A conversion asks for six things. Each is cut so that its parts know nothing of each other, and so every place gives the
 same bytes:
 
     shards     output shards that need no calibration, pressed and written       parts: shards
+    measure    KV scales of a layer                                              one part, beside the layer's other work
     dense      a layer's attention, norms, router and shared experts             parts: batches of samples
+    pooled     second moments of all the tokens of a layer                       parts: panels of the matrix
     press      a layer's experts into integers                                   parts: blocks of experts
     experts    what a layer's experts add to their tokens                        parts: batches of samples
 
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from moepress.calibration.expert_tap import RoutedTokens
     from moepress.calibration.layer_fill import ExpertBlock
     from moepress.calibration.layer_runner import OpenLayer, Stream
+    from moepress.calibration.statistics import PooledMoments
     from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
+    from moepress.convert.kv.layer_scales import LayerScales
 
 
 class Executor(Protocol):
@@ -55,18 +59,40 @@ class Executor(Protocol):
         """
         ...
 
+    def measure(self, layer: OpenLayer, stream: Stream) -> Callable[[], LayerScales]:
+        """`kv.scales.measure_layer`; the stream is not needed any more when this returns, the scales may come later.
+
+        Raises:
+            QuantizeError: from the returned function: values that are not finite, or all zero.
+        """
+        ...
+
     def dense(self, layer: OpenLayer, stream: Stream) -> RoutedTokens | None:
         """`OpenLayer.dense_part`."""
         ...
 
+    def pooled(self, layer: OpenLayer, ours: RoutedTokens, source: RoutedTokens | None) -> PooledMoments:
+        """`statistics.pooled_moments` of a layer's tapped tokens.
+
+        Raises:
+            QuantizeError: inputs that are not finite.
+        """
+        ...
+
     def press(
-        self, layer: OpenLayer, stream: Stream | None, inputs: LayerInputs, take: Callable[[PressedBlock], None]
+        self,
+        layer: OpenLayer,
+        stream: Stream | None,
+        inputs: LayerInputs,
+        take: Callable[[PressedBlock], None],
+        written: Callable[[], None],
     ) -> None:
         """Quantizes all experts of a layer and adds the outputs of the quantized ones to the stream.
 
         Args:
             stream: None where nobody reads on: no outputs are computed.
-            take: is given the blocks in ascending order; when it returns, they are safe in files.
+            take: is given the blocks in ascending order, and writes them in the background.
+            written: waits until all that were taken are safe in files.
 
         Raises:
             QuantizeError: named by layer and experts.
@@ -87,8 +113,10 @@ Place = Callable[[Checkpoint, ConversionPlan, Path], AbstractContextManager[Exec
 class InProcess:
     """This process: a pool of threads for shards, torch's own threads for layers."""
 
-    def __init__(self, recipe: Recipe, reader: TensorReader, pool: Pool, out: Path) -> None:
-        self._recipe, self._reader, self._pool, self._out = recipe, reader, pool, out
+    def __init__(
+        self, plan: ConversionPlan, reader: TensorReader, pool: Pool, out: Path, *, device: str = "cpu"
+    ) -> None:
+        self._plan, self._reader, self._pool, self._out, self._device = plan, reader, pool, out, device
 
     def shards(
         self,
@@ -99,21 +127,40 @@ class InProcess:
     ) -> Iterator[tuple[ShardPlan, dict[str, Any]]]:
         for shard in shards:
             started(shard)
-            yield shard, run_unit(shard, plan, self._reader, self._out, self._pool, progress)
+            yield shard, run_unit(shard, plan, self._reader, self._out, self._pool, progress, self._device)
+
+    def measure(self, layer: OpenLayer, stream: Stream) -> Callable[[], LayerScales]:
+        from moepress.convert.kv.scales import measure_layer
+
+        found = measure_layer(layer, stream, self._plan)
+        return lambda: found
 
     def dense(self, layer: OpenLayer, stream: Stream) -> RoutedTokens | None:
         return layer.dense_part(stream)
 
+    def pooled(self, layer: OpenLayer, ours: RoutedTokens, source: RoutedTokens | None) -> PooledMoments:
+        from moepress.calibration.statistics import pooled_moments
+        from moepress.quantize.products import products_in
+
+        with products_in(self._plan.recipe.calibration.precision):
+            return pooled_moments(ours, source=source, device=layer.device)
+
     def press(
-        self, layer: OpenLayer, stream: Stream | None, inputs: LayerInputs, take: Callable[[PressedBlock], None]
+        self,
+        layer: OpenLayer,
+        stream: Stream | None,
+        inputs: LayerInputs,
+        take: Callable[[PressedBlock], None],
+        written: Callable[[], None],
     ) -> None:
+        del written  # nobody here reads the files: weights are those that were just made
         import torch
 
         again = inputs.source is not None and stream is not None  # for the source run's outputs
 
         def pressed(experts: range) -> PressedBlock:
             weights = layer.load_and_expect(experts, dtype=torch.float32, again=again)
-            block = press_experts(layer, weights, inputs, self._recipe)
+            block = press_experts(layer, weights, inputs, self._plan.recipe)
             take(block)
             return block
 
@@ -130,10 +177,12 @@ class InProcess:
 
 
 @contextmanager
-def in_process(checkpoint: Checkpoint, plan: ConversionPlan, out: Path, *, threads: int) -> Iterator[Executor]:
-    """An executor of this process, with its open files and threads."""
+def in_process(
+    checkpoint: Checkpoint, plan: ConversionPlan, out: Path, *, threads: int, device: str = "cpu"
+) -> Iterator[Executor]:
+    """An executor of this process, with its open files and threads. ``device``: where shards' weights are rounded."""
     with TensorReader(checkpoint) as reader, Pool(threads) as pool:
-        yield InProcess(plan.recipe, reader, pool, out)
+        yield InProcess(plan, reader, pool, out, device=device)
 
 
 def press_experts(layer: OpenLayer, weights: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> PressedBlock:

@@ -69,7 +69,8 @@ def convert(
         watcher: is told about progress.
         place: where the work is done, for example by workers of a cluster; this process by default. Changes no byte.
         arrivals: the source is still arriving; then ``source`` is what it is called.
-        device: where layers and calibrated experts are computed: ``auto``, ``cpu`` or ``cuda``. Changes codes in a few places.
+        device: where layers and calibrated experts are computed: ``auto``, ``cpu`` or ``cuda``. Changes codes in a few
+            places. Without calibration experts are rounded there too, with the same bytes; then ``auto`` is the processor.
         same_kv_as: another output of this model, whose KV scales are taken over instead of measuring any.
 
     Raises:
@@ -81,7 +82,11 @@ def convert(
     watcher = watcher or Silent()
     checkpoint = arrivals.checkpoint if arrivals is not None else open_checkpoint(source)
     state = shard_states(checkpoint) if arrivals is None else {}
-    samples = None
+    samples, rounds_on = None, "cpu"
+    if device not in ("auto", "cpu"):
+        from moepress.calibration.device import resolve_device
+
+        rounds_on = device = resolve_device(device)
     taken = take_scales(same_kv_as, checkpoint) if same_kv_as is not None else None
     if reads_calibration_text(identify_family(checkpoint.config), recipe, taken):
         from moepress.calibration.device import resolve_device
@@ -103,7 +108,7 @@ def convert(
     if arrivals is not None:
         todo = arrivals.begin(plan, todo)
     watcher.step("opening the output" if place is None else "waiting for workers")
-    place = place or partial(in_process, threads=threads or os.cpu_count() or 1)
+    place = place or partial(in_process, threads=threads or os.cpu_count() or 1, device=rounds_on)
     with journal.open(), place(checkpoint, plan, out) as executor:
         kv = KvScales(plan, journal) if plan.kv.layers else None
         watcher.begin(plan, course_of(plan, done, kv.missing if kv is not None else ()))
@@ -150,7 +155,9 @@ class _Run:
         if self.samples is not None and self.kv is not None:
             from moepress.convert.kv.measure import measure_source
 
-            measure_source(self.checkpoint, self.kv, self.journal, self.samples, self.watcher, device=self.device)
+            measure_source(
+                self.checkpoint, self.kv, self.journal, self.samples, self.executor, self.watcher, device=self.device
+            )
             self.write(waiting, self._folded(self.kv))
 
     def _folded(self, kv: KvScales) -> ConversionPlan:

@@ -79,9 +79,18 @@ class Pool:
 
 
 def run_unit(
-    shard: ShardPlan, plan: ConversionPlan, reader: TensorReader, out: Path, pool: Pool, progress: Progress
+    shard: ShardPlan,
+    plan: ConversionPlan,
+    reader: TensorReader,
+    out: Path,
+    pool: Pool,
+    progress: Progress,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Presses a shard's weights and writes it; returns the receipt, which the caller puts into the journal.
+
+    Args:
+        device: where weights are rounded.
 
     Raises:
         FormatError, QuantizeError: the source cannot be right, named; nothing of this shard stays.
@@ -95,7 +104,7 @@ def run_unit(
     with ShardWriter(out / shard.name, tensors, METADATA) as writer:
         order = _InFileOrder(writer)
         pressing = pool.in_order(
-            lambda piece: press(piece, reader, plan.recipe, pool.scratch()), _announced(pieces, reader)
+            lambda piece: press(piece, reader, plan.recipe, pool.scratch(), device), _announced(pieces, reader)
         )
         by_name = {weight.name: weight for weight in shard.weights}
         collecting: _Weight | None = None
@@ -141,6 +150,7 @@ class _Weight:
     held: list[list[Bytes]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
     fidelity: Fidelity | None = None
+    device: str = "cpu"
     done: int = 0
 
     def __post_init__(self) -> None:
@@ -155,6 +165,7 @@ class _Weight:
         self.digests.append(pressed.digest)
         if pressed.fidelity is not None:
             self.fidelity = (self.fidelity or Fidelity()) + pressed.fidelity
+            self.device = pressed.device
         if piece.decision.action == "keep":
             position = list(piece.decision.stored.parts).index(piece.part)
             order.add(self.plan.outputs[position].name, pressed.outputs[0])
@@ -171,14 +182,17 @@ class _Weight:
         order.check_whole(self.plan.outputs)
         reason, fold = self.decision.reason, self.decision.fold
         outcome: Quantized | Kept | Folded = Kept(reason) if fold is None else Folded(reason, fold.bands)
+        where: dict[str, str] = {}
         if self.decision.action == "quantize" and self.fidelity is not None:
             weights = recipe.weights
             grid = Grid(weights.num_bits, weights.group_size, weights.signed_scales)
             outcome = Quantized(f"{weights.algorithm}-{weights.scale}", grid, self.fidelity)
+            where = {"device": self.device}
         return {
             "action": self.decision.action,
             "source_xxh3": xxhash.xxh3_128_hexdigest("".join(self.digests).encode()),
             **outcome.as_json(),
+            **where,
         }
 
 

@@ -22,12 +22,19 @@ Sums are float32, and made by ``calibration.statistics``; the work of adding one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _PANEL = 512
 
 
-def add_gram(total: torch.Tensor, x: torch.Tensor) -> None:
+def panels(columns: int) -> range:
+    """First rows of the panels that `add_gram` adds one after the other; each is the same whoever adds it."""
+    return range(0, columns, _PANEL)
+
+
+def add_gram(total: torch.Tensor, x: torch.Tensor, only: Sequence[int] | None = None) -> None:
     """total += xᵀ x, only blocks on and above the diagonal: half the work.
 
     Inputs in BF16 are multiplied as such and summed in float32: a product of two BF16 numbers is exact in float32, so
@@ -38,10 +45,11 @@ def add_gram(total: torch.Tensor, x: torch.Tensor) -> None:
     Args:
         total: float32 [C, C], added to; `mirror` fills the rest when all tokens are in.
         x: float32 or bfloat16 [n, C].
+        only: of `panels`; None = all.
     """
     if x.dtype == torch.bfloat16 and not x.is_cuda:
         x = x.float()
-    for first in range(0, total.shape[0], _PANEL):
+    for first in panels(total.shape[0]) if only is None else only:
         rows, rest = total[first : first + _PANEL, first:], x[:, first:]
         if x.dtype == torch.bfloat16:
             rows += torch.mm(x[:, first : first + _PANEL].t(), rest, out_dtype=torch.float32)

@@ -88,7 +88,7 @@ def rtn(
     """Round a weight, or a stack of weights, to nearest.
 
     Args:
-        weight: float32 [..., R, C]; read only. On the CPU the compiled kernel runs, elsewhere plain torch.
+        weight: float32 [..., R, C]; read only. On the CPU the compiled kernel runs, elsewhere torch, and Triton's scale search.
         grid: bits and group size.
         scale: "max" or "mse".
         out: codes and scales to write into (contiguous, of the right shapes); without it they are allocated.
@@ -104,7 +104,11 @@ def rtn(
             f"a weight is float32 [..., R, C], this one is {weight.dtype} {list(weight.shape)}", where="rtn"
         )
     if weight.device.type != "cpu":
-        return rtn_plain(weight, grid, scale=scale)
+        from moepress.quantize.gptq_batched import scales_batched
+
+        stacked = weight.reshape(-1, *weight.shape[-2:])
+        ones = torch.ones(len(stacked), weight.shape[-1], device=weight.device)
+        return rtn_plain(weight, grid, scales=scales_batched(stacked, ones, grid, scale))
     *stack, rows, columns = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.int8) if out is None else out.codes
     scales = torch.empty((*stack, rows, grid.groups(columns)), dtype=torch.bfloat16) if out is None else out.scales
@@ -123,13 +127,21 @@ def rtn(
     return QuantizedWeight(codes, scales, grid, tuple(fidelity))
 
 
-def rtn_plain(weight: torch.Tensor, grid: Grid, *, scale: Scale = "max") -> QuantizedWeight:
-    """``rtn`` in plain torch on ``weight``'s device; codes and scales agree bit for bit with the kernel."""
+def rtn_plain(
+    weight: torch.Tensor, grid: Grid, *, scale: Scale = "max", scales: torch.Tensor | None = None
+) -> QuantizedWeight:
+    """``rtn`` in plain torch on ``weight``'s device; codes and scales agree bit for bit with the kernel.
+
+    Args:
+        scales: float32 [..., R, G] that were found already; None = by ``scale``.
+    """
     *stack, rows, columns = weight.shape
     width = grid.width(columns)
     refuse_not_finite(int(weight.isnan().sum()), int(weight.isinf().sum()), weight.numel())
     groups = weight.reshape(-1, width)
-    if scale == "mse":
+    if scales is not None:
+        s = scales.reshape(-1)
+    elif scale == "mse":
         s = search_scales_plain(groups, torch.ones(1, width, device=weight.device), columns // width, grid)
     else:
         s = usable_scales(groups.abs().amax(-1) / grid.half_range)

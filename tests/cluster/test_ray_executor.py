@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from moepress.cluster.ray_executor import RayExecutor, Workers, ray_workers
+from moepress.cluster.ray_executor import RayExecutor, ray_workers
+from moepress.cluster.ray_start import Workers
 from moepress.convert.run import convert
 from moepress.convert.watcher import Silent
 from moepress.errors import FormatError, PlanRefused
@@ -175,7 +176,7 @@ def test_a_run_with_workers_still_ends_in_order_when_it_is_asked_to(tmp_path: Pa
     """Ray takes SIGTERM for itself when it starts, and would end the process without a word on how to go on."""
     code = (
         "import os, signal, ray\n"
-        "from moepress.cluster.ray_executor import Workers, _signals_kept, _start_ray\n"
+        "from moepress.cluster.ray_start import Workers, _signals_kept, _start_ray\n"
         "from moepress.commands import stopping\n"
         "stopping.listen()\n"
         "with _signals_kept(): _start_ray(Workers(1))\n"

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from moepress.cluster.messages import receive, receive_dense, send
-from moepress.cluster.ray_executor import _several_each
+from moepress.calibration.statistics import finished_pool, pooled_moments
+from moepress.cluster.messages import receive, receive_dense, routed_where_it_lies, send
+from moepress.cluster.ray_executor import _few_each, _several_each
 from moepress.cluster.worker import Worker, WorkerStart, probe_file
 from moepress.convert.plan import make_plan
 from moepress.formats.checkpoint import open_checkpoint
+from moepress.quantize.hessian import panels
+from moepress.quantize.products import products_in
 from tests.pressing import recipe_for
 from tests.tiny_checkpoints import build
 
@@ -75,3 +78,34 @@ def test_blocks_are_cut_so_that_every_worker_has_several() -> None:
     assert [e for block in blocks for e in block] == list(range(64))
     assert len(blocks) >= 2 * 4
     assert all(block.stop <= 40 or block.start >= 40 for block in blocks)
+
+
+def test_outputs_are_asked_for_in_as_few_runs_as_their_size_allows() -> None:
+    batches = [(at, at + 8) for at in range(0, 512, 8)]
+    for outputs, runs in ((1 << 20, 8), (25 << 30, 16)):
+        cut = _few_each(batches, 8, outputs)
+        assert [batch for run in cut for batch in run] == batches
+        assert len(cut) == runs
+    assert _few_each(batches[:3], 8, 1 << 20) == [[batch] for batch in batches[:3]]
+
+
+def test_second_moments_in_panels_are_those_made_at_once(start: WorkerStart) -> None:
+    """Two panels and a rest: C = 1,100."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(300, 1100, generator=generator) for _ in range(2))
+    expert, weight = torch.zeros(300, 1, dtype=torch.int32), torch.ones(300, 1)
+    ours = (send(x), send(expert), send(weight))
+    source = (send(y), send(expert), send(weight))
+    routed = routed_where_it_lies(ours, num_experts=4, norm=None)
+    theirs = routed_where_it_lies(source, num_experts=4, norm=None)
+    with products_in(start.plan.recipe.calibration.precision):
+        whole = pooled_moments(routed, source=theirs)
+    gram = torch.zeros(1100, 1100)
+    for panel in panels(1100):
+        rows = receive(Worker(panel, start).pooled(0, panel, *ours))
+        gram[panel : panel + len(rows), panel:] = rows
+    cross = receive(Worker(0, start).pooled(0, None, *ours, *source))
+    parts = finished_pool(300, gram, cross)
+    assert torch.equal(parts.gram, whole.gram)
+    assert whole.cross is not None
+    assert torch.equal(cross, whole.cross)

@@ -4,19 +4,25 @@ output is the CPU's but for what sums in another order change."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from moepress.convert.plan import make_plan
 from moepress.convert.run import convert
+from moepress.convert.units import Pool, run_unit
+from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.int4 import unpack_int4
+from moepress.formats.reader import TensorReader
 from moepress.quantize.grid import Grid
 from moepress.quantize.rtn import rtn
 from moepress.verify.run import verify
 from tests.device.elsewhere import DEVICE, Elsewhere
-from tests.pressing import press, recipe_for
+from tests.pressing import press, recipe_for, shard_bytes
 from tests.tiny_checkpoints import build
 
 SMALL = ("calibration.samples=4", "calibration.length=48", "calibration.passes=1")
@@ -102,6 +108,49 @@ def test_searched_scales_elsewhere_are_those_here() -> None:
     here = rtn(weight, Grid(4, 32), scale="mse")
     assert torch.equal(found, here.codes)
     assert torch.equal(scales, here.scales)
+
+
+class InThisThread(Pool):
+    """The device belongs to the thread that entered it, so pieces are pressed in that one."""
+
+    def in_order(self, work: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        yield from ((item, work(item)) for item in items)
+
+
+@pytest.mark.parametrize(
+    ("published", "overrides"),
+    [
+        ("fp8_block", ()),
+        ("fp8_block", ("weights.scale=mse", "weights.group_size=128")),
+        ("bf16", ("weights.signed_scales=true",)),
+    ],
+)
+def test_rounding_elsewhere_gives_the_shards_of_rounding_here(
+    published: str, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = build("kimi", tmp_path / "src", published=published, mtp=0, layers=2)
+    checkpoint = open_checkpoint(source.folder)
+    recipe = recipe_for("kimi", *overrides)
+    here = press(source.folder, tmp_path / "here", "kimi", *overrides).plan
+    plan = make_plan(checkpoint, recipe)
+    (tmp_path / "there").mkdir()
+    records = {}
+    with TensorReader(checkpoint) as reader, InThisThread(1) as pool, Elsewhere() as device:
+        for shard in plan.shards:
+            receipt = run_unit(shard, plan, reader, tmp_path / "there", pool, lambda _: None, DEVICE)
+            records |= receipt["weights"]
+    assert device.counts["aten::div"] + device.counts["aten::amax"] > 20
+    finished = shard_bytes(tmp_path / "here")
+    assert shard_bytes(tmp_path / "there") == {shard.name: finished[shard.name] for shard in plan.shards}
+    assert here.key == plan.key
+    rounded = {name: record for name, record in records.items() if record["action"] == "quantize"}
+    assert {record["device"] for record in rounded.values()} == {DEVICE}
+    for path in (tmp_path / "here" / ".moepress" / "receipts").glob("*.json"):
+        for name, record in json.loads(path.read_text())["weights"].items():
+            assert records[name]["source_xxh3"] == record["source_xxh3"]
+            if name in rounded:
+                assert record["device"] == "cpu"
+                assert rounded[name]["relative_error"] == pytest.approx(record["relative_error"], rel=1e-6)
 
 
 def test_the_device_refuses_what_cuda_refuses() -> None:

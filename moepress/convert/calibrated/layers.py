@@ -6,8 +6,9 @@
 Up to the first experts that are quantized both runs are one, and computed once.
 
 For every layer: attention, router and shared experts of both runs; statistics of the tapped tokens; a block of experts at a
-time into integers, and straight into the layer's shards; then the experts' outputs with the integers just made, so that the next
-layer sees what the server will give it. Held at once: one layer's dense part, one block of experts, and the activations.
+time into integers, which a thread writes into the layer's shards; then the experts' outputs with the integers just made, so
+that the next layer sees what the server will give it. Held at once: one layer's dense part, one block of experts and the next
+one as it is stored, and the activations.
 
 With ``weights.awq.norm`` the layer's shards begin with the rescaled norm and its readers (`norm_smoothing`).
 
@@ -34,7 +35,7 @@ from moepress.calibration.expert_tap import RoutedTokens
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.calibration.layer_runner import OpenLayer, RunSettings, Stream
 from moepress.calibration.mtp import mtp_stream
-from moepress.calibration.statistics import PooledMoments, pooled_moments
+from moepress.calibration.statistics import PooledMoments
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
 from moepress.calibration.weights import WeightSource
@@ -55,7 +56,6 @@ from moepress.formats.families import expert_count, text_config
 from moepress.formats.int4 import unpack_int4
 from moepress.quantize.awq import smoothed_hessian
 from moepress.quantize.grid import Grid, dequantize
-from moepress.quantize.products import products_in
 
 
 @dataclass
@@ -167,11 +167,11 @@ class CalibratedLayers:
     def _layer(self, model: StreamedModel, index: int, runs: _Runs) -> None:
         self.watcher.layer(index, "press" if index in self.shards and index not in self.done else "follow")
         with model.open_layer(index) as layer:
-            if self.kv is not None and runs.wants_source:
-                self.kv.measure(layer, runs.source or runs.ours)
+            measured = self._measure(layer, runs)
             theirs = self.executor.dense(layer, runs.source) if runs.source is not None else None
             mine = self.executor.dense(layer, runs.ours)
             if mine is None:
+                measured()
                 return
             read_on = index < min(self._last, model.num_layers)  # nobody reads what comes out of the last one
             if index in self.shards and runs.wants_source and runs.source is None:
@@ -187,8 +187,15 @@ class CalibratedLayers:
                 self._press(layer, index, runs.ours if read_on else None, mine, beside, model.source)
             if theirs is not None and runs.source is not None and read_on:
                 self.executor.experts(layer, runs.source, theirs, None)
+            measured()
             for routed in filter(None, {id(mine): mine, id(theirs): theirs}.values()):
                 routed.release()
+
+    def _measure(self, layer: OpenLayer, runs: _Runs) -> Callable[[], None]:
+        """Has the layer's KV scales measured where somebody wants them; returns what waits for them."""
+        if self.kv is None or not runs.wants_source:
+            return lambda: None
+        return self.kv.measure(layer, runs.source or runs.ours, self.executor)
 
     def _press(
         self,
@@ -200,10 +207,9 @@ class CalibratedLayers:
         weights: WeightSource,
     ) -> None:
         """Quantizes the layer's experts block by block, and writes them as they come. `stream`: None if nobody reads on."""
-        with products_in(self.plan.recipe.calibration.precision):
-            one_for_all = self.plan.recipe.calibration.hessian == "layer"
-            pooled = pooled_moments(mine, source=theirs if one_for_all else None, device=self.device)
-        with LayerShards(self.shards[index], self.plan, self.journal, self.watcher) as writer:
+        one_for_all = self.plan.recipe.calibration.hessian == "layer"
+        pooled = self.executor.pooled(layer, mine, theirs if one_for_all else None)
+        with LayerShards(self.shards[index], self.plan, self.journal, self.watcher, device=self.device) as writer:
             if self.plan.recipe.smooths_norms:
                 factors = self._rescale(index, pooled, weights, writer)
                 mine, theirs = mine.smoothed(factors), None if theirs is None else theirs.smoothed(factors)
@@ -212,12 +218,15 @@ class CalibratedLayers:
                 pooled = PooledMoments(pooled.tokens, smoothed_hessian(pooled.gram, on_device), cross)
 
             def take(block: PressedBlock) -> None:
-                for expert, projection, codes, scales in matrices(block):
-                    name = self.names[index, expert, projection]
-                    writer.add(name, packed(name, codes, scales), block.records[expert, projection])
+                made = [
+                    (self.names[index, expert, projection], codes, scales, block.records[expert, projection])
+                    for expert, projection, codes, scales in matrices(block)
+                ]
+                writer.add_behind((name, packed(name, codes, scales), record) for name, codes, scales, record in made)
+                for name, *_ in made:
                     self.watcher.advance(self.plan.decisions[name].stored.nbytes)
 
-            self.executor.press(layer, stream, LayerInputs(mine, theirs, pooled), take)
+            self.executor.press(layer, stream, LayerInputs(mine, theirs, pooled), take, writer.written)
 
     def _rescale(self, index: int, pooled: PooledMoments, weights: WeightSource, writer: LayerShards) -> torch.Tensor:
         """Finds the layer's s [C], and writes the norm and its readers with it."""

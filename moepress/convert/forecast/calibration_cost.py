@@ -123,6 +123,7 @@ def calibration_cost(config: Mapping[str, Any], recipe: Recipe, *, available: in
     block = max(1, held // (4 * 3 * inner * hidden))
     widest = max(hidden, inner)
     pressing = block * 4 * (4 * inner * hidden + (2 * widest**2 if "gptq" in recipe.weights.algorithm else inner**2))
+    pressing += block * 3 * inner * hidden * 5 // 8  # packed integers in the hands of the thread that writes them
     pressing += 4 * min(threads, block) * (widest**2 + 6 * inner * hidden)
     return CalibrationCost(
         memory=PROCESS_BYTES + need.resident(calibration.activations_memory) + pressing,

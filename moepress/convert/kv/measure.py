@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
-from moepress.calibration.layer_runner import RunSettings, Stream
+from moepress.calibration.layer_runner import Stream
 from moepress.calibration.mtp import mtp_stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
+from moepress.convert.calibrated.layers import run_settings
+from moepress.convert.executor import Executor
 from moepress.convert.journal import Journal
 from moepress.convert.kv.scales import KvScales
 from moepress.convert.watcher import Watcher
@@ -26,6 +28,7 @@ def measure_source(
     kv: KvScales,
     journal: Journal,
     samples: CalibrationSet,
+    executor: Executor,
     watcher: Watcher,
     *,
     device: str = "cpu",
@@ -35,6 +38,7 @@ def measure_source(
     Args:
         checkpoint: the source.
         samples: the calibration set.
+        executor: does the work.
         watcher: told about layers.
         device: where layers compute.
 
@@ -44,12 +48,7 @@ def measure_source(
     if not kv.missing:
         return
     calibration = kv.plan.recipe.calibration
-    settings = RunSettings(
-        batch_size=calibration.batch_size,
-        device=device,
-        products=calibration.precision,
-        expert_bytes=calibration.memory,
-    )
+    settings = run_settings(checkpoint, kv.plan, device=device)
     folder = journal.state / "scratch"
     with (
         CheckpointWeights(checkpoint, ahead_bytes=settings.ahead_bytes, device=device) as weights,
@@ -59,24 +58,28 @@ def measure_source(
         stream = model.embed(samples.token_ids)
         for index in range(model.num_layers):
             if kv.missing:
-                _layer(model, index, stream, kv, watcher)
+                _layer(model, index, stream, kv, executor, watcher)
         if kv.missing:
             model.finish(stream)
             for index in model.mtp_layers:
                 theirs = mtp_stream(model, index, samples.token_ids, stream)
-                _layer(model, index, theirs, kv, watcher)
+                _layer(model, index, theirs, kv, executor, watcher)
                 theirs.release()
     if folder.exists() and not any(folder.iterdir()):
         folder.rmdir()
 
 
-def _layer(model: StreamedModel, index: int, stream: Stream, kv: KvScales, watcher: Watcher) -> None:
+def _layer(
+    model: StreamedModel, index: int, stream: Stream, kv: KvScales, executor: Executor, watcher: Watcher
+) -> None:
     watcher.layer(index, "measure")
     with model.open_layer(index) as layer:
-        kv.measure(layer, stream)
-        if not kv.missing:
+        measured = kv.measure(layer, stream, executor)
+        if kv.missing <= {index}:
+            measured()
             return
-        routed = layer.dense_part(stream)
+        routed = executor.dense(layer, stream)
         if routed is not None:
-            layer.experts(stream, routed)
+            executor.experts(layer, stream, routed, None)
             routed.release()
+        measured()

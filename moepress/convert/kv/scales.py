@@ -16,7 +16,7 @@ weights for no gain, so it is not done, and the report says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from moepress.formats.writer import ShardWriter
 if TYPE_CHECKING:
     from moepress.calibration.kv_cache import LayerCache, StoredShare
     from moepress.calibration.layer_runner import OpenLayer, Stream
+    from moepress.convert.executor import Executor
 
 FOLDER = "kv"
 WORTH_IT = 0.98
@@ -70,34 +71,31 @@ class KvScales:
         """Layers still to be measured."""
         return set(self.plan.kv.layers) - self.layers.keys()
 
-    def measure(self, layer: OpenLayer, stream: Stream) -> None:
-        """Measures an open layer unless that was done; before anything replaces its inputs.
+    def measure(self, layer: OpenLayer, stream: Stream, executor: Executor) -> Callable[[], None]:
+        """Has an open layer measured unless that was done; before anything replaces its inputs.
 
         Args:
             layer: of the source model.
-            stream: the source run; only read.
+            stream: the source run; only read, and not needed any more when this returns.
+            executor: measures.
+
+        Returns:
+            Waits for the scales and keeps them. To be called before the next layer.
 
         Raises:
-            QuantizeError: values that are not finite, or all zero.
+            QuantizeError: also from what is returned: values that are not finite, or all zero.
         """
-        from moepress.calibration.kv_cache import measure_cache
-
         if layer.index not in self.missing:
-            return
-        wish, kv = self.plan.recipe.kv_cache, self.plan.kv
-        reasons: dict[str, str] = {}
+            return lambda: None
+        coming = executor.measure(layer, stream)
 
-        def choose(amax: Mapping[str, float], shares: Mapping[str, Mapping[str, StoredShare]]) -> dict[str, float]:
-            return choose_scales(kv, wish.headroom, amax, shares, reasons)
+        def keep() -> None:
+            found = coming()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(self._path(found.layer), {"plan_key": self.plan.key, **asdict(found)})
+            self.layers[found.layer] = found
 
-        wanted = ("unit", "power_of_two" if kv.emission == "folded" else "calibrated")
-        measured = measure_cache(
-            layer, stream, headroom=wish.headroom, samples=wish.samples, candidates=wanted, choose=choose
-        )
-        found = _layer_scales(measured, reasons)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(self._path(layer.index), {"plan_key": self.plan.key, **asdict(found)})
-        self.layers[layer.index] = found
+        return keep
 
     def folds(self) -> dict[str, Fold]:
         """Weight -> fold, of all layers.
@@ -175,6 +173,32 @@ class KvScales:
                 hint="delete the output folder to start over",
             )
         return LayerScales(**data)
+
+
+def measure_layer(layer: OpenLayer, stream: Stream, plan: ConversionPlan) -> LayerScales:
+    """Measures an open layer and chooses its scales; before anything replaces its inputs.
+
+    Args:
+        layer: of the source model.
+        stream: the source run; only read.
+        plan: with an emission other than ``none``.
+
+    Raises:
+        QuantizeError: values that are not finite, or all zero.
+    """
+    from moepress.calibration.kv_cache import measure_cache
+
+    wish, kv = plan.recipe.kv_cache, plan.kv
+    reasons: dict[str, str] = {}
+
+    def choose(amax: Mapping[str, float], shares: Mapping[str, Mapping[str, StoredShare]]) -> dict[str, float]:
+        return choose_scales(kv, wish.headroom, amax, shares, reasons)
+
+    wanted = ("unit", "power_of_two" if kv.emission == "folded" else "calibrated")
+    measured = measure_cache(
+        layer, stream, headroom=wish.headroom, samples=wish.samples, candidates=wanted, choose=choose
+    )
+    return _layer_scales(measured, reasons)
 
 
 def choose_scales(

@@ -3,8 +3,9 @@
     kept                          bytes as they are, looked at on the way                                   (here)
     FP8 or BF16 → INT4, FP8 → BF16     one compiled pass, numpy and no torch                  (`press.fused`)
     anything else                 decode, quantize, pack, one after the other, in tensors     (`press.chain`)
+    quantized, on a GPU           the same in tensors there, for who asked for it             (`press.on_device`)
 
-The last two give the same bytes where both can. A conversion of an FP8 checkpoint that is rounded to nearest never
+The last three give the same bytes where they can. A conversion of an FP8 checkpoint that is rounded to nearest never
 imports torch, whose start takes longer than pressing a gigabyte.
 """
 
@@ -23,8 +24,11 @@ from moepress.formats.reader import TensorReader
 from moepress.recipe import Recipe
 
 
-def press(piece: Piece, reader: TensorReader, recipe: Recipe, scratch: Scratch) -> Pressed:
+def press(piece: Piece, reader: TensorReader, recipe: Recipe, scratch: Scratch, device: str = "cpu") -> Pressed:
     """Presses one piece. Safe to call from several threads, each with its own scratch.
+
+    Args:
+        device: where weights are quantized; what is kept or widened stays in main memory.
 
     Raises:
         FormatError: FP8 codes or scales that cannot be right, named.
@@ -33,6 +37,10 @@ def press(piece: Piece, reader: TensorReader, recipe: Recipe, scratch: Scratch) 
     if piece.decision.action == "keep":
         return _keep(piece, reader)
     widen = piece.decision.action == "bf16"
+    if not widen and device != "cpu":
+        from moepress.convert.press import on_device
+
+        return on_device.quantize(piece, reader, recipe, device)
     pressed = fused_bf16(piece, reader, scratch) if widen else fused_int4(piece, reader, recipe, scratch)
     if pressed is not None:
         return pressed

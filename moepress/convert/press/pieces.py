@@ -40,12 +40,13 @@ class Pressed:
     """What a piece became: bytes for each of the weight's output tensors, in their order.
 
     ``digest`` is xxh3-128 of the source bytes read, to notice a source that changes under us; not a security measure.
-    ``fidelity`` is None where nothing was rounded.
+    ``fidelity`` is None where nothing was rounded; ``device``: where it was.
     """
 
     outputs: tuple[Bytes, ...]
     digest: str
     fidelity: Fidelity | None
+    device: str = "cpu"
 
 
 class Scratch:
