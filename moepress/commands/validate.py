@@ -40,55 +40,69 @@ def validate(
     ] = None,
     container: Annotated[
         str | None,
-        typer.Option(metavar="CMD", help="Words that start a container with SGLang; {mounts} becomes -v options."),
+        typer.Option(
+            metavar="CMD", help="Command that starts a container with SGLang; {mounts} is replaced by -v options."
+        ),
     ] = None,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="A server that serves OUT already.")] = None,
-    baseline_url: Annotated[str | None, typer.Option(metavar="URL", help="A server that serves SRC already.")] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="A running server that serves OUT.")] = None,
+    baseline_url: Annotated[str | None, typer.Option(metavar="URL", help="A running server that serves SRC.")] = None,
     cpu_lab: Annotated[
-        bool, typer.Option("--cpu-lab", help="No GPU: kernels in plain torch. Judges loading and output, never speed.")
+        bool,
+        typer.Option(
+            "--cpu-lab", help="Without a GPU: kernels in plain torch. Judges loading and answers, never speed."
+        ),
     ] = False,
     tp: Annotated[int | None, typer.Option(min=1, help="GPUs that share the model (default: the recipe's).")] = None,
     kv_dtype: Annotated[str, typer.Option(metavar="auto|bf16|fp8", help="KV cache type of both servers.")] = "auto",
-    concurrency: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once, each measured.")] = "1,8,32,64",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that speed is measured on each side.")] = 2,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N,…", help="Numbers of concurrent requests to measure at.")
+    ] = "1,8,32,64",
+    rounds: Annotated[int, typer.Option(min=1, help="How often speed is measured on each side.")] = 2,
     prompts: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, metavar="FILE", help=".jsonl or text (default: the shipped 16)."),
+        typer.Option(
+            exists=True, dir_okay=False, metavar="FILE", help="Prompts as .jsonl or text (default: 16 that ship)."
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens of each prompt, compared with the reference.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens per prompt to compare with the reference.")] = 16,
     only: Annotated[
-        str | None, typer.Option(metavar="WHAT,…", help="Of loads, memory, speed, sanity (default: all).")
+        str | None, typer.Option(metavar="WHAT,…", help="Which of loads, memory, speed, sanity (default: all).")
     ] = None,
     kv_integrity: Annotated[
         str | None,
         typer.Option(
-            metavar="observe|enforce", help="Also try the KV-page integrity plug-in: active, silent, its cost."
+            metavar="observe|enforce",
+            help="Also try the KV-page integrity plug-in: is it active, silent, and what does it cost?",
         ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Whose gates (default: OUT's own).")
+        str | None,
+        typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Recipe whose gates apply (default: OUT's own)."),
     ] = None,
     overrides: Overrides = None,
     together: Annotated[
         bool | None,
-        typer.Option("--together/--in-turn", help="Both servers up at once (default: only with --cpu-lab)."),
+        typer.Option("--together/--in-turn", help="Run both servers at once (default: only with --cpu-lab)."),
     ] = None,
     flags: Annotated[
-        str, typer.Option(metavar="'--FLAG …'", help="More flags for both servers, passed on as they are.")
+        str, typer.Option(metavar="'--FLAG …'", help="More flags for both servers, passed on unchanged.")
     ] = "",
     work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="For logs (default: OUT/.moepress/validate).")
+        Path | None, typer.Option(metavar="DIR", help="Folder for logs (default: OUT/.moepress/validate).")
     ] = None,
-    boot_timeout: Annotated[float, typer.Option(min=10, metavar="SECONDS", help="For one boot.")] = 3600,
-    strict: Annotated[bool, typer.Option("--strict", help="A gate that was not judged counts as failed.")] = False,
+    boot_timeout: Annotated[
+        float, typer.Option(min=10, metavar="SECONDS", help="Limit for booting one server.")
+    ] = 3600,
+    strict: Annotated[bool, typer.Option("--strict", help="Count a gate that could not be judged as failed.")] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own Python code, here and in the servers.")
+        bool,
+        typer.Option("--trust-remote-code", help="Let the checkpoint's own Python code run, here and in the servers."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Boot SGLang on OUT: does it load whole, fit, answer as its weights mean, and decode faster than SRC? Exit 1 if not."""
+    """Boot SGLang on OUT: does it load completely, fit, answer as its weights say, and decode faster than SRC? Exit 1 if not."""
     from moepress.serving.launch import ServeOptions
-    from moepress.serving.validation.run import QUESTIONS, Request
+    from moepress.serving.validation.request import QUESTIONS, Request
     from moepress.serving.validation.run import validate as run_validation
 
     if kv_dtype not in ("auto", "bf16", "fp8"):
@@ -130,7 +144,7 @@ def validate(
         with _Progress(quiet=as_json) as progress:
             result = run_validation(request, progress)
     except KeyboardInterrupt:
-        note("stopped; no server is left running, nothing was kept")
+        note("stopped; no server is left running, and nothing was kept")
         raise typer.Exit(130) from None
     if ours:
         write_result(out, "validate", result.verdict, result.as_json())
@@ -146,7 +160,7 @@ def validate(
 
 
 class _Progress(Bar):
-    """Watches a validation (`serving.validation.run.Watcher`)."""
+    """Watches a validation (`serving.validation.request.Watcher`)."""
 
     def __init__(self, *, quiet: bool) -> None:
         super().__init__(quiet=quiet, in_bytes=False)

@@ -7,7 +7,7 @@
     servers off
     KV integrity where it is asked for: the candidate with the plug-in and without it, in turn
     reference    the answers scored by transformers' layers on the same weights
-    gates        `gates` turns all of it into verdicts
+    gates        `conclude` turns all of it into verdicts and a result
 
 A candidate that the server refuses because of what is in its files fails the gate `loads`. Anything else that stops a
 server (no memory, a missing kernel, a taken port) is an error: nothing was judged. A baseline that does not come up costs
@@ -17,34 +17,30 @@ the comparisons, which are then not judged.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from moepress.calibration.text import default_documents
-from moepress.errors import CheckpointError, MoepressError, PlanRefused, ServerDied, ServingError
+from moepress.errors import CheckpointError, PlanRefused, ServerDied, ServingError
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import identify_family, text_config
 from moepress.formats.runtime_contract import Contract, contract_for
-from moepress.recipe import Gates
 from moepress.serving.death import Cause
-from moepress.serving.kv_integrity.trial import GATE, Trial, run_trial
-from moepress.serving.kv_integrity.trial import judge as judge_trial
-from moepress.serving.launch import ServeOptions
+from moepress.serving.kv_integrity.trial import Trial, run_trial
 from moepress.serving.load_proof import Problem
-from moepress.serving.validation import gates as judging
 from moepress.serving.validation.bench_tokenizer import tokenizer_copy
-from moepress.serving.validation.headroom import Headroom, SideMemory, measure_memory
+from moepress.serving.validation.conclude import Measured, conclude
+from moepress.serving.validation.headroom import SideMemory, measure_memory
 from moepress.serving.validation.loads import Loads, after_boot, before_boot
 from moepress.serving.validation.loops import LongAnswers
-from moepress.serving.validation.machine import packages, this_machine
+from moepress.serving.validation.machine import this_machine
 from moepress.serving.validation.prompts import Prompt, load_prompts
+from moepress.serving.validation.request import Request, Watcher
 from moepress.serving.validation.result import Validation
 from moepress.serving.validation.sanity import SMOKE_LENGTH, Asked, Length, Sanity, ask, judge_answers, long_answers
-from moepress.serving.validation.sides import Host, Name, Side, Stage
+from moepress.serving.validation.sides import Name, Side, Stage
 from moepress.serving.validation.speed import SMOKE, Speed, SpeedRun, Workload, visits
 
-QUESTIONS = ("loads", "memory", "speed", "sanity")
 _TO_BLAME = frozenset(
     (
         Cause.UNKNOWN_TENSOR,
@@ -54,59 +50,6 @@ _TO_BLAME = frozenset(
         Cause.UNKNOWN_MODEL,
     )
 )
-
-
-class Watcher:
-    """Told what happens; this one is silent."""
-
-    def tell(self, line: str) -> None:
-        """One line about what begins now."""
-
-    def layer(self, done: int, total: int) -> None:
-        """Layers of the reference."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to validate, and how.
-
-    Attributes:
-        out, baseline: checkpoint folders.
-        gates, recipe, planned_parallel: the bounds, whose they are, and for how many GPUs.
-        host: where SGLang is; None when both sides are URLs and no speed is asked.
-        version: of SGLang, for the runtime contract.
-        url, baseline_url: servers that are up already.
-        work: folder for logs.
-        options: how both are launched.
-        fp8_kv: the KV cache is to be FP8: the contract's flags for it.
-        together: both servers at once.
-        asked: of `QUESTIONS`.
-        concurrencies, rounds: of the speed measurement; the rest of its workload fits the machine and the model.
-        tokens: greedy tokens of each prompt.
-        prompts: file; None = shipped.
-        kv_integrity: mode of the page-integrity plug-in to try as well; None = it is not asked about.
-    """
-
-    out: Path
-    baseline: Path | None
-    gates: Gates
-    recipe: str | None
-    planned_parallel: int
-    host: Host | None
-    version: str
-    work: Path
-    options: ServeOptions = field(default_factory=ServeOptions)
-    fp8_kv: bool = False
-    url: str | None = None
-    baseline_url: str | None = None
-    together: bool = False
-    asked: tuple[str, ...] = QUESTIONS
-    concurrencies: tuple[int, ...] = (1, 8, 32, 64)
-    rounds: int = 2
-    tokens: int = 16
-    prompts: Path | None = None
-    timeout_s: float = 3600.0
-    kv_integrity: str | None = None
 
 
 def validate(request: Request, watcher: Watcher | None = None) -> Validation:
@@ -154,7 +97,24 @@ class _Run:
             self._serve()
             self._guard()
             self._refer()
-        return self._concluded()
+        return conclude(
+            self.request,
+            Measured(
+                begun=self.begun,
+                seconds=time.monotonic() - self.clock,
+                machine=self.machine,
+                smoke=self._smoke,
+                side=self.side,
+                baseline_side=self.baseline_side,
+                loads=self.loads,
+                memory=self.memory,
+                speed=self.speed,
+                sanity=self.sanity,
+                kv_integrity=self.kv_integrity,
+                remarks=self.remarks,
+                stopped=self.stopped,
+            ),
+        )
 
     def _before(self) -> Loads:
         return before_boot(self.candidate, self.inert)
@@ -329,48 +289,6 @@ class _Run:
         in_lab = self.request.host is not None and self.request.host.cpu_lab
         return in_lab or self.side.info.get("device") == "cpu" or not (self.side.info or self.machine.gpus)
 
-    def _concluded(self) -> Validation:
-        request, bounds, smoke = self.request, self.request.gates, self._smoke
-        headroom = None
-        if "candidate" in self.memory:
-            ranks = int(self.side.info.get("tp_size") or 1)
-            headroom = Headroom(ranks, request.planned_parallel, self.memory["candidate"], self.memory.get("baseline"))
-        lost = self.stopped or "; ".join(self.remarks) or "was not measured"
-        gates: list[judging.Gate] = []
-        if "loads" in request.asked:
-            gates += judging.judge_loads(bounds, self.loads, lost)
-        if "memory" in request.asked:
-            gates += judging.judge_memory(bounds, headroom, self.stopped, smoke=smoke)
-        if "speed" in request.asked:
-            gates += judging.judge_speed(bounds, self.speed, lost, smoke=smoke)
-        if "sanity" in request.asked:
-            gates += judging.judge_sanity(bounds, self.sanity, lost)
-        if request.kv_integrity is not None:
-            absent = judging.NotJudged(lost)
-            gates.append(
-                judge_trial(self.kv_integrity, smoke=smoke) if self.kv_integrity else judging.Gate(GATE, absent)
-            )
-        return Validation(
-            output=str(request.out),
-            baseline=None if request.baseline is None else str(request.baseline),
-            recipe=request.recipe,
-            asked=request.asked,
-            started=time.strftime("%Y-%m-%dT%H:%M:%SZ", self.begun),
-            seconds=time.monotonic() - self.clock,
-            smoke=smoke,
-            machine=self.machine,
-            environment=_environment(request, self.side),
-            candidate=self.side,
-            baseline_side=self.baseline_side,
-            loads=self.loads if "loads" in request.asked else None,
-            memory=headroom if "memory" in request.asked else None,
-            speed=self.speed,
-            sanity=self.sanity,
-            kv_integrity=self.kv_integrity,
-            gates=tuple(gates),
-            remarks=(*self.remarks, *(self.speed.remarks() if self.speed and not smoke else ())),
-        )
-
 
 def _contract(version: str, checkpoint: Checkpoint) -> Contract:
     return contract_for("sglang", version, identify_family(checkpoint.config).key)
@@ -385,25 +303,3 @@ def _check_version(side: Side, version: str) -> None:
             where=side.url or side.name,
             hint=f"run SGLang {version}, or name the other with --set serving.version={there} if a contract for it exists",
         )
-
-
-def _environment(request: Request, side: Side) -> dict[str, Any]:
-    host = request.host
-    python = host.environment.python if host is not None and host.environment is not None else None
-    if request.url is not None:
-        how = "url"
-    else:
-        how = "container" if host is not None and host.container else "python"
-    found: dict[str, str] = {}
-    if python is not None:
-        try:
-            found = packages(python)
-        except MoepressError as error:
-            found = {"unknown": error.what}
-    return {
-        "how": how,
-        "python": None if python is None else str(python),
-        "sglang": side.info.get("version") or request.version,
-        "cpu_lab": bool(host and host.cpu_lab),
-        "packages": found,
-    }
