@@ -20,7 +20,7 @@ Device = Annotated[
     DeviceChoice,
     typer.Option(
         "--device",
-        help="Where calibration and GPTQ compute: auto takes a CUDA device where there is one. Rounding needs none.",
+        help="Where to compute calibration and GPTQ; auto: on a CUDA device if there is one. Rounding never needs one.",
     ),
 ]
 
