@@ -214,7 +214,8 @@ def _show_memory(result: Validation) -> None:
 
     rows = table(f"memory per GPU (TP{memory.tensor_parallel}), {unit}", right=("source", "pressed", "planned"))
     other = theirs.weights if theirs is not None else None
-    rows.add_row("weights, as the server counts", figure(other), figure(mine.weights), shown(mine.predicted_weights))
+    counted = "weights" if result.smoke else "weights, as the server counts"
+    rows.add_row(counted, figure(other), figure(mine.weights), shown(mine.predicted_weights))
     for component, held, their_bytes, planned in memory.rows():
         rows.add_row(f"  {component.replace('_', ' ')}", shown(their_bytes), shown(held), shown(planned))
     rows.add_row("KV pool", figure(theirs.kv_pool if theirs else None), figure(mine.kv_pool), "")
@@ -241,7 +242,8 @@ def _show_speed(result: Validation) -> None:
     for row in speed.decode:
         data, mine = row.as_json(), row.candidate
         waits = (f"{mine.ttft_p95.value:,.0f} ms", f"{mine.inter_token_p95.value:,.1f} ms")
-        rows.add_row(str(row.concurrency), *_rates(row.baseline, mine, row.ratio), data["verdict"] or "", *waits)
+        verdict = "" if result.smoke else data["verdict"] or ""
+        rows.add_row(str(row.concurrency), *_rates(row.baseline, mine, row.ratio), verdict, *waits)
     prefill = speed.prefill
     rows.add_row("prefill", *_three(prefill.get("baseline"), prefill["candidate"], speed.prefill_ratio))
     stdout.print(rows)

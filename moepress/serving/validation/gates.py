@@ -107,13 +107,11 @@ def judge_memory(bounds: Gates, memory: Headroom | None, absent: str, *, smoke: 
     if bounds.max_gib_per_gpu is None:
         return []
     limit = Figure(bounds.max_gib_per_gpu, "GiB")
+    if memory is not None and smoke:
+        return [Gate("max_gib_per_gpu", NotJudged("no GPU here", {"bound": limit}))]
     if memory is None or memory.candidate.weights is None:
         return [Gate("max_gib_per_gpu", NotJudged(absent or "the server does not say what its weights take"))]
     held = memory.candidate.weights
-    if (
-        smoke
-    ):  # what a server on a processor calls the memory of its weights is the change of a busy machine's free memory
-        return [Gate("max_gib_per_gpu", NotJudged("no GPU here", {"bound": limit}))]
     numbers = {"weights per GPU": held, "bound": limit}
     if memory.tensor_parallel != memory.planned_parallel:
         planned = f"the bound is for {memory.planned_parallel} GPUs, this ran on {memory.tensor_parallel}"

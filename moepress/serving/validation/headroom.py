@@ -164,8 +164,10 @@ def measure_memory(side: Side, client: SGLangClient, checkpoint: Checkpoint, gpu
     """
     log = side.log
     if log is not None:
-        weights, pool = _figure(log.weights_gib), _figure(_finer(side, "kvcache") or log.kv_gib)
-        tokens, free, kv_dtype = log.kv_tokens, _figure(log.free_gib), log.kv_dtype
+        # on a processor a server takes the change of the machine's free memory for what its weights take
+        weights, free = (None, None) if log.cpu_lab else (_figure(log.weights_gib), _figure(log.free_gib))
+        pool = _figure(_finer(side, "kvcache") or log.kv_gib)
+        tokens, kv_dtype = log.kv_tokens, log.kv_dtype
     else:
         held = client.memory()
         weights, pool, tokens = Figure(held.weights_gib, "GiB"), Figure(held.kv_gib, "GiB"), held.kv_tokens
