@@ -246,17 +246,42 @@ class OpenLayer:
             topk: [n, S, k] int32, carried from sparse attention's last indexer.
         """
         hidden = self._context.settings.on_device(hidden)
-        with products_in(self._context.settings.products):
-            out = self.module(hidden, **self._position(hidden), **self._carried(topk))
-        carried = None
-        if self._context.classes.carries_topk:
-            out, carried = out
+        out, carried = self._forward(hidden, topk)
         routed = None
         if self._tap is not None:
             flat = real.reshape(-1).to(out.device)
             x, expert, weight = self._tap.take()
             routed = (x[flat], expert[flat], weight[flat])
         return DenseBatch(out, routed, carried)
+
+    def dense_gradient(
+        self, hidden: torch.Tensor, real: torch.Tensor, topk: torch.Tensor | None, towards: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """The gradient of what `dense_batch` gives by what it is given, [n, S, C]; by torch's autograd, for no weight.
+
+        Args:
+            hidden, real, topk: as `dense_batch` takes them.
+            towards: the gradient by its hidden states [n, S, C]; of a sparse layer also that by the tapped x [t, C] and by
+                the router's weights [t, K].
+        """
+        leaf = self._context.settings.on_device(hidden).detach().requires_grad_(True)
+        with torch.enable_grad():
+            out, _ = self._forward(leaf, topk)
+            given = [out]
+            if self._tap is not None:
+                x, _, weight = self._tap.take()
+                flat = real.reshape(-1).to(out.device)
+                given += [x[flat], weight[flat]]
+        arriving = [each.to(out.device, to.dtype) for each, to in zip(towards, given, strict=True)]
+        with products_in(self._context.settings.products):
+            return torch.autograd.grad(given, leaf, arriving)[0]
+
+    def _forward(self, hidden: torch.Tensor, topk: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The module's hidden states, and the indices to carry on."""
+        with products_in(self._context.settings.products):
+            out = self.module(hidden, **self._position(hidden), **self._carried(topk))
+        hidden, carried = out if self._context.classes.carries_topk else (out, None)
+        return hidden, carried
 
     def write_batch(self, stream: Stream, routed: RoutedTokens | None, start: int, batch: DenseBatch) -> None:
         """Puts what `dense_batch` gave for the samples from `start` on into the stream and the tapped tokens."""

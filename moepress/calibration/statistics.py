@@ -30,11 +30,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from moepress.calibration.expert_tap import RoutedTokens, expert_inner, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.errors import QuantizeError
 from moepress.quantize.hessian import add_gram, add_product, all_finite, mirror, panels
+from moepress.quantize.row_metric import swiglu_slopes
 
 TOKENS_PER_CHUNK = 16384
 
@@ -129,6 +131,30 @@ def down_moments(
             target = expert_inner(ours if theirs is None else theirs, source_block.gate_up[slot].to(ours.dtype))
         sums.add(slot, inner, target, weight if router_weighted else None)
     return sums.finished("down")
+
+
+def slope_moments(routed: RoutedTokens, block: ExpertBlock) -> torch.Tensor:
+    """Σ w² j jᵀ of each expert, float32 [B, 2·I, 2·I]: how far errors in gate and up reach its output.
+
+    j = (u · silu′(g), silu(g)) and w the router's weight, over the tokens routed to it (`quantize.row_metric`).
+
+    Args:
+        routed: the tapped tokens of the run being quantized.
+        block: the experts, before they are quantized; the result is on their device.
+
+    Raises:
+        QuantizeError: inputs that are not finite.
+    """
+    width, device = 2 * block.down.shape[-1], str(block.down.device)
+    total = torch.zeros(len(block.experts), width, width, device=device)
+    for slot, x, _, weight in _rows(routed, block.experts, None, device):
+        gate, up = functional.linear(x, block.gate_up[slot].to(x.dtype)).float().chunk(2, dim=-1)
+        add_gram(total[slot], swiglu_slopes(gate, up) * weight[:, None])
+    for slot, expert in enumerate(block.experts):
+        mirror(total[slot])
+        if not all_finite(total[slot]):
+            raise QuantizeError(f"expert {expert}: gate and up of its inputs are not finite")
+    return total
 
 
 def pooled_moments(routed: RoutedTokens, *, source: RoutedTokens | None = None, device: str = "cpu") -> PooledMoments:

@@ -98,6 +98,7 @@ class SentInputs:
         num_experts: routed experts of the layer.
         pooled_tokens, pooled_gram, pooled_cross: `statistics.PooledMoments`.
         norm: what the norm before the experts is divided by, [C]; None = nothing.
+        fisher: `LayerInputs.fisher`.
     """
 
     num_experts: int
@@ -105,13 +106,15 @@ class SentInputs:
     pooled_gram: Sent
     pooled_cross: Sent | None
     norm: Sent | None
+    fisher: Sent | None
 
     @classmethod
     def of(cls, inputs: LayerInputs) -> SentInputs:
         norm = None if inputs.ours.divisor is None else send(inputs.ours.divisor)
         pooled = inputs.pooled
         cross = None if pooled.cross is None else send(pooled.cross)
-        return cls(inputs.ours.num_experts, pooled.tokens, send(pooled.gram), cross, norm)
+        fisher = None if inputs.fisher is None else send(inputs.fisher)
+        return cls(inputs.ours.num_experts, pooled.tokens, send(pooled.gram), cross, norm, fisher)
 
     def with_tokens(self, ours: Sequence[Sent], source: Sequence[Sent], device: str) -> LayerInputs:
         """The whole again; the tokens stay where they are. Arguments as `routed_where_it_lies`; () = no source run."""
@@ -119,7 +122,7 @@ class SentInputs:
         pooled = PooledMoments(self.pooled_tokens, receive(self.pooled_gram).to(device), cross)
         mine = routed_where_it_lies(ours, num_experts=self.num_experts, norm=self.norm)
         theirs = routed_where_it_lies(source, num_experts=self.num_experts, norm=self.norm) if source else None
-        return LayerInputs(mine, theirs, pooled)
+        return LayerInputs(mine, theirs, pooled, None if self.fisher is None else receive(self.fisher))
 
 
 def routed_where_it_lies(tokens: Sequence[Sent], *, num_experts: int, norm: Sent | None) -> RoutedTokens:

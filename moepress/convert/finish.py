@@ -24,7 +24,17 @@ from moepress.hub.ledger import read_origin
 WORST = 20
 """How many of the worst weights a report names."""
 
-NOTES = ("method", "tokens", "shrinkage", "dampening_frac", "loss", "passes", "target_change", "awq_alpha")
+NOTES = (
+    "method",
+    "tokens",
+    "shrinkage",
+    "dampening_frac",
+    "loss",
+    "passes",
+    "target_change",
+    "weighed_by",
+    "awq_alpha",
+)
 """What a receipt may know of a weight beside its errors, repeated for the worst ones."""
 
 

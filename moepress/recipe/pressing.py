@@ -84,6 +84,11 @@ class Calibration(Section):
         description="blend: each expert's own, shrunk towards the layer's where tokens are few; expert: its own alone; "
         "layer: one for all experts' gate and up, the fast mode",
     )
+    loss: Literal["output", "kl"] = Field(
+        "output",
+        description="what an error costs. output: its square, every output of a matrix alike; kl: what it does to the model's "
+        "predictions, from one backward pass of the source, for gptq",
+    )
     router_weighted: bool = Field(False, description="weight tokens by the router's probability squared")
     error_aware: bool = Field(
         True, description="aim at what the source gave on its own inputs, not on the quantized prefix's"

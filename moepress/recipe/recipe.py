@@ -64,6 +64,11 @@ class Recipe(Section):
         """Norms before the experts, and all that reads them, are rescaled."""
         return "awq" in self.weights.algorithm and self.weights.awq.norm
 
+    @property
+    def weighs_predictions(self) -> bool:
+        """Errors are weighed by what they do to the model's predictions, for which the source is run backwards once."""
+        return "gptq" in self.weights.algorithm and self.calibration.loss == "kl"
+
     def canonical_json(self) -> str:
         """One spelling per meaning: sorted keys, defaults written out. Part of the resume key, so without the
         gates, bounds and deployment: whoever changes what a server must reach has not changed what is pressed."""

@@ -20,7 +20,7 @@ import torch
 
 from moepress.calibration.expert_tap import RoutedTokens
 from moepress.calibration.layer_fill import ExpertBlock
-from moepress.calibration.statistics import InputMoments, PooledMoments, down_moments, gate_up_moments
+from moepress.calibration.statistics import InputMoments, PooledMoments, down_moments, gate_up_moments, slope_moments
 from moepress.quantize.awq import search_down, smooth_up_down
 from moepress.quantize.decision import Decision, Quantized
 from moepress.quantize.error_aware import error_aware_target, layer_correction
@@ -28,8 +28,10 @@ from moepress.quantize.gptq import gptq
 from moepress.quantize.grid import Grid, QuantizedWeight
 from moepress.quantize.hessian import down_target, gate_up_target, shrink, shrinkage
 from moepress.quantize.products import products_in
+from moepress.quantize.row_metric import gate_up_metric
 from moepress.quantize.rtn import measure, rtn
 from moepress.quantize.side_by_side import side_by_side
+from moepress.quantize.two_sided import gptq_two_sided
 from moepress.recipe import Recipe
 
 
@@ -62,11 +64,13 @@ class LayerInputs:
         ours: tokens behind the quantized layers before, routed as they will be.
         source: the same tokens in the source run; None without error-aware targets.
         pooled: moments of all of ours.
+        fisher: [C, C], how much errors of the layer's output cost the model's predictions; None = every output alike.
     """
 
     ours: RoutedTokens
     source: RoutedTokens | None
     pooled: PooledMoments
+    fisher: torch.Tensor | None = None
 
 
 def press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> PressedBlock:
@@ -138,7 +142,8 @@ def _gate_up(
     if calibration.hessian == "layer":  # nothing of an expert's own: one factor and one correction for all
         counts = inputs.ours.tokens_per_expert()
         aim = _aim_by_layer(block.gate_up, pooled, inputs.pooled)
-        return _sweep(block.gate_up, aim, pooled, [counts[expert] for expert in block.experts], grid, recipe)
+        tokens = [counts[expert] for expert in block.experts]
+        return _sweep(block.gate_up, aim, pooled, _metric(block, inputs, tokens), tokens, grid, recipe)
     moments = gate_up_moments(
         inputs.ours,
         block.experts,
@@ -148,7 +153,9 @@ def _gate_up(
     )
     target = gate_up_target(pooled)
     _blend(moments, recipe, lambda *_: target)
-    return _sweep(block.gate_up, _aim(block.gate_up, moments), moments.gram, moments.tokens.tolist(), grid, recipe)
+    tokens = moments.tokens.tolist()
+    metric = _metric(block, inputs, tokens)
+    return _sweep(block.gate_up, _aim(block.gate_up, moments), moments.gram, metric, tokens, grid, recipe)
 
 
 def _down(
@@ -166,7 +173,18 @@ def _down(
         device=str(block.down.device),
     )
     _blend(moments, recipe, lambda own, tokens: down_target(own, tokens, 1.0))
-    return _sweep(block.down, _aim(block.down, moments), moments.gram, moments.tokens.tolist(), grid, recipe)
+    tokens = moments.tokens.tolist()
+    return _sweep(block.down, _aim(block.down, moments), moments.gram, inputs.fisher, tokens, grid, recipe)
+
+
+def _metric(block: ExpertBlock, inputs: LayerInputs, tokens_each: list[int]) -> torch.Tensor | None:
+    """What errors in gate and up cost, [B, 2·I, 2·I]; None where every output is alike."""
+    if inputs.fisher is None:
+        return None
+    fisher, slopes = inputs.fisher.to(block.down.device), slope_moments(inputs.ours, block)
+    return torch.stack(
+        [gate_up_metric(slopes[slot], tokens, block.down[slot], fisher) for slot, tokens in enumerate(tokens_each)]
+    )
 
 
 def _blend(moments: InputMoments, recipe: Recipe, target: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
@@ -183,11 +201,25 @@ def _trusted(recipe: Recipe, tokens: int) -> bool:
 
 
 def _sweep(
-    weight: torch.Tensor, aim: _Aim, hessians: torch.Tensor, tokens_each: list[int], grid: Grid, recipe: Recipe
+    weight: torch.Tensor,
+    aim: _Aim,
+    hessians: torch.Tensor,
+    metric: torch.Tensor | None,
+    tokens_each: list[int],
+    grid: Grid,
+    recipe: Recipe,
 ) -> tuple[QuantizedWeight, list[dict[str, Any]]]:
-    """GPTQ of [B, R, C] towards its targets; ``hessians`` are means, shrunk, [B, C, C] or one [C, C] for all."""
-    calibration = recipe.calibration
-    result = gptq(aim.target, hessians, grid, scale=recipe.weights.scale, passes=calibration.passes, source=weight)
+    """GPTQ of [B, R, C] towards its targets.
+
+    Args:
+        hessians: means, shrunk, [B, C, C] or one [C, C] for all.
+        metric: of the rows, [B, R, R] or one [R, R] for all; None = all alike.
+    """
+    scale, passes = recipe.weights.scale, recipe.calibration.passes
+    if metric is None:
+        result = gptq(aim.target, hessians, grid, scale=scale, passes=passes, source=weight)
+    else:
+        result = gptq_two_sided(aim.target, hessians, metric, grid, scale=scale, passes=passes, source=weight)
     columns = weight.shape[-1]
     notes = []
     for slot, (decision, tokens) in enumerate(zip(result.decisions(), tokens_each, strict=True)):
@@ -198,6 +230,7 @@ def _sweep(
                 "tokens": tokens,
                 "shrinkage": 0.0 if _trusted(recipe, tokens) else shrinkage(tokens, columns),
                 "target_change": round(aim.changes[slot], 6),
+                **({} if metric is None else {"weighed_by": "kl"}),
             }
         )
     return result.weight, notes

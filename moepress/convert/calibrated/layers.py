@@ -10,6 +10,8 @@ time into integers, which a thread writes into the layer's shards; then the expe
 that the next layer sees what the server will give it. Held at once: one layer's dense part, one block of experts and the next
 one as it is stored, and the activations.
 
+With ``calibration.loss: kl`` a backward pass of the source comes before all of it (`fishers`).
+
 With ``weights.awq.norm`` the layer's shards begin with the rescaled norm and its readers (`norm_smoothing`).
 
 Resume: a layer whose shards all have receipts is run with the experts read back from them; the others are pressed again. The
@@ -40,6 +42,7 @@ from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
 from moepress.calibration.weights import WeightSource
 from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
+from moepress.convert.calibrated.fishers import LayerFishers
 from moepress.convert.calibrated.layer_shards import LayerShards, matrices, packed
 from moepress.convert.calibrated.norm_smoothing import find_norm_scales, rescaled_weights, scales_between
 from moepress.convert.decide import EXPERTS_NORM
@@ -118,6 +121,7 @@ class CalibratedLayers:
         self.done = {
             layer for layer, shards in self.shards.items() if all(journal.receipt(shard.name) for shard in shards)
         }
+        self.fishers = LayerFishers(journal) if plan.recipe.weighs_predictions else None
         self._last = -1
         self.names = {
             (d.identity.layer, d.identity.expert, d.identity.projection): name
@@ -145,6 +149,7 @@ class CalibratedLayers:
             Scratch(folder, memory_bytes=recipe.calibration.activations_memory) as scratch,
         ):
             model = StreamedModel(self.checkpoint.config, weights, scratch, settings)
+            self._measure_fishers(model)
             runs = _Runs(model.embed(self.samples.token_ids), self._error_aware or bool(measured))
             for index in range(min(model.num_layers, work[-1] + 1)):
                 self._layer(model, index, runs)
@@ -158,6 +163,15 @@ class CalibratedLayers:
                         stream.release()
         if folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
+
+    def _measure_fishers(self, model: StreamedModel) -> None:
+        """What errors of the layers still to be pressed cost, where the recipe asks; MTP layers have no such figure."""
+        if self.fishers is None:
+            return
+        todo = {index for index in set(self.shards) - self.done if index < model.num_layers}
+        if missing := self.fishers.missing(todo):
+            self.watcher.step("the source backwards: what errors of each layer cost")
+            self.fishers.measure(model, self.samples.token_ids, missing)
 
     @property
     def _error_aware(self) -> bool:
@@ -184,7 +198,7 @@ class CalibratedLayers:
                 self.executor.experts(layer, runs.ours, seen, finished)
             else:
                 beside = theirs if self._error_aware and theirs is not mine else None
-                self._press(layer, index, runs.ours if read_on else None, mine, beside, model.source)
+                self._press(layer, index, runs.ours if read_on else None, mine, beside, model)
             if theirs is not None and runs.source is not None and read_on:
                 self.executor.experts(layer, runs.source, theirs, None)
             measured()
@@ -204,14 +218,14 @@ class CalibratedLayers:
         stream: Stream | None,
         mine: RoutedTokens,
         theirs: RoutedTokens | None,
-        weights: WeightSource,
+        model: StreamedModel,
     ) -> None:
         """Quantizes the layer's experts block by block, and writes them as they come. `stream`: None if nobody reads on."""
         one_for_all = self.plan.recipe.calibration.hessian == "layer"
         pooled = self.executor.pooled(layer, mine, theirs if one_for_all else None)
         with LayerShards(self.shards[index], self.plan, self.journal, self.watcher, device=self.device) as writer:
             if self.plan.recipe.smooths_norms:
-                factors = self._rescale(index, pooled, weights, writer)
+                factors = self._rescale(index, pooled, model.source, writer)
                 mine, theirs = mine.smoothed(factors), None if theirs is None else theirs.smoothed(factors)
                 on_device = factors.to(pooled.gram.device)
                 cross = None if pooled.cross is None else smoothed_hessian(pooled.cross, on_device)
@@ -226,7 +240,10 @@ class CalibratedLayers:
                 for name, *_ in made:
                     self.watcher.advance(self.plan.decisions[name].stored.nbytes)
 
-            self.executor.press(layer, stream, LayerInputs(mine, theirs, pooled), take, writer.written)
+            fisher = None if self.fishers is None or index >= model.num_layers else self.fishers.read(index)
+            self.executor.press(layer, stream, LayerInputs(mine, theirs, pooled, fisher), take, writer.written)
+        if self.fishers is not None:
+            self.fishers.forget(index)
 
     def _rescale(self, index: int, pooled: PooledMoments, weights: WeightSource, writer: LayerShards) -> torch.Tensor:
         """Finds the layer's s [C], and writes the norm and its readers with it."""

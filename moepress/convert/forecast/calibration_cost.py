@@ -7,6 +7,9 @@ K of them a token:
     moments    T·C² + T·K·(C² + I²) + 2·T·K·(C² + I²) with cross terms + the extra pass through gate and up
     GPTQ       per matrix [R, C]: C³/3 to factor, C³/3 + 4·R·C² for the target, (1 + 2·passes)·R·C² to round and polish
     decoding   the source once for each run
+    with `calibration.loss: kl`, for d·T tokens (d: how often labels are drawn):
+    backward   2·d·T·(4·dense parameters + 8/3·K·3·I·C) + 5 times a run's attention; the source decoded twice more
+    GPTQ       R²·C·(½ + 2·passes) more for each matrix
 
 Rates are measured for about a second on this machine: a matrix product, GPTQ of one synthetic expert, decoding of real
 weights. They are those of an idle machine and of large matrices; small experts run slower, a shared machine slower still.
@@ -19,10 +22,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moepress.calibration.memory import STORED_BYTES, MemoryNeed, memory_need
+from moepress.calibration.memory import FLOAT32, STORED_BYTES, MemoryNeed, memory_need
 from moepress.convert.kv.plan import emission_for
 from moepress.formats.architecture import expected_weights
 from moepress.formats.families import Component, Family, expert_count, identify_family, text_config
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 
 PROCESS_BYTES = 700 << 20
 """Python with torch, transformers and the compiled loops, before anything is loaded."""
+
+LABELS_PER_COLUMN = 8
+"""Labels drawn for every column of a layer's Fisher matrix, at least (`calibration.loss: kl`)."""
 
 WORTH_A_PROBE = 2e12
 """Operations below which calibration takes less than a minute anywhere, and nobody has to be told how long."""
@@ -120,11 +126,17 @@ def calibration_cost(config: Mapping[str, Any], recipe: Recipe, *, available: in
         expert_bytes=held,
         streams=_streams(identify_family(config), recipe),
     )
+    if recipe.weighs_predictions:  # the backward pass keeps what every layer was given
+        kept = calibration.samples * calibration.length * label_draws(recipe, hidden) * hidden * FLOAT32
+        need = replace(need, activations=max(need.activations, kept * (int(text["num_hidden_layers"]) + 5)))
     block = max(1, held // (4 * 3 * inner * hidden))
     widest = max(hidden, inner)
     pressing = block * 4 * (4 * inner * hidden + (2 * widest**2 if "gptq" in recipe.weights.algorithm else inner**2))
     pressing += block * 3 * inner * hidden * 5 // 8  # packed integers in the hands of the thread that writes them
     pressing += 4 * min(threads, block) * (widest**2 + 6 * inner * hidden)
+    if recipe.weighs_predictions:
+        outputs = max(hidden, 2 * inner)
+        pressing += block * 4 * 2 * (2 * inner) ** 2 + 4 * min(threads, block) * 3 * outputs**2
     return CalibrationCost(
         memory=PROCESS_BYTES + need.resident(calibration.activations_memory) + pressing,
         scratch=need.scratch_files(calibration.activations_memory),
@@ -148,7 +160,9 @@ def operations(config: Mapping[str, Any], recipe: Recipe) -> Operations:
     heads, width = int(text["num_attention_heads"]), int(text.get("head_dim") or 0)
     width = width or int(text.get("qk_nope_head_dim") or 0) + int(text.get("qk_rope_head_dim") or 0) or hidden // heads
     routed = tokens * top_k * 3 * inner * hidden * sparse
-    forward = 2 * runs * (tokens * dense + routed) + 2 * runs * tokens * calibration.length * heads * width * layers
+    forward: float = (
+        2 * runs * (tokens * dense + routed) + 2 * runs * tokens * calibration.length * heads * width * layers
+    )
     gptq_here, cross = "gptq" in recipe.weights.algorithm, calibration.error_aware
     pairs = (hidden**2 if gptq_here else 0) + inner**2
     moments = sparse * tokens * (hidden**2 + top_k * pairs * (3 if cross else 1))
@@ -157,6 +171,16 @@ def operations(config: Mapping[str, Any], recipe: Recipe) -> Operations:
         columns**3 / 3 * (2 if cross else 1) + rows * columns**2 * (1 + 2 * calibration.passes + (4 if cross else 0))
         for rows, columns in ((2 * inner, hidden), (hidden, inner))
     )
+    if recipe.weighs_predictions:
+        times = label_draws(recipe, hidden)
+        forward += times * (
+            2 * (4 * tokens * dense + 8 / 3 * routed) + 10 * tokens * calibration.length * heads * width * layers
+        )
+        each += sum(
+            rows**2 * columns * (0.5 + 2 * calibration.passes)
+            for rows, columns in ((2 * inner, hidden), (hidden, inner))
+        )
+        runs += 2
     decoded = sum(spec.numel for spec in specs) * runs  # a byte a weight, as in FP8
     return Operations(forward, moments, len(experts) // 3 * each if gptq_here else 0.0, decoded)
 
@@ -190,11 +214,18 @@ def block_bytes(recipe: Recipe, hidden: int, inner: int, experts: int, *, memory
         each = 4 * weights + 4 * 2 * inner**2
     else:
         each = 3 * weights + 4 * 2 * max(hidden, inner) ** 2
+        each += 4 * 2 * (2 * inner) ** 2 if recipe.weighs_predictions else 0  # slopes and metric of gate and up
     working = 4 * 4 * max(hidden, inner) ** 2
     if memory is not None:
         each += 2 * weights + 4 * 2 * max(hidden, inner) ** 2 + STORED_BYTES * 3 * inner * hidden
     fitting = max(1, int(((memory or recipe.calibration.memory) - working) // each))
     return min(fitting, experts) * weights
+
+
+def label_draws(recipe: Recipe, hidden: int) -> int:
+    """How often the text is run for its labels: until there are `LABELS_PER_COLUMN` for every column, at most 16 times."""
+    tokens = recipe.calibration.samples * recipe.calibration.length
+    return min(16, max(1, -(-LABELS_PER_COLUMN * hidden // tokens)))
 
 
 def inner_size(text: Mapping[str, Any]) -> int:

@@ -1,0 +1,288 @@
+"""GPTQ that also knows which outputs matter: rows make up for each other's errors, as columns do.
+
+Plain GPTQ takes every output of a weight for as important as every other, and each row for a problem of its own. What an
+error does to the model's predictions is better described by a metric G of the outputs beside the Hessian H of the inputs:
+
+    loss = tr(G D H Dᵀ),   D = W − Q [R, C],   G [R, R] (row_metric.py),   H [C, C] (hessian.py)
+
+the Kronecker-factored curvature of the KL divergence (K-FAC; for rounding: Tseng et al., arXiv:2505.22988). With both
+damped and factored, H' = UᵀU and G' = VᵀV, columns and rows by rising diagonals, the loss is one square per weight:
+
+    Σ_kr U_kk² V_rr² (aim_kr − value_kr)²      t_k  = w_k + Σ_{j>k} D_j U_kj / U_kk         GPTQ's aim of a column
+                                               aim_kr = t_kr + Σ_{q>r} a_kq V_rq / V_rr     a_kq = t_kq − value_kq
+
+so weights are rounded from the last column and row to the first, each at its aim. Sums over what lies outside a tile of
+64 × 64 are matrix products; a compiled loop does the rest. ``polish`` then refits scales and moves codes one by one
+while this loss falls, as polish.py does with G = I: P = G' D H' for a block of columns is two products, and what moves
+inside a block is carried along as moves · G'.
+
+Against plain GPTQ the work grows by R²C/2 multiply-adds for rounding and by up to 2 R²C for each pass of polish, memory by
+3 · 4 R² bytes an expert at work. The loops run on the processor, wherever the tensors are.
+
+An expert whose H cannot be factored is rounded to nearest, as in gptq.py. A G that cannot be (all of it zero: nothing
+that this weight does reaches the model's output) is the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moepress.errors import QuantizeError
+from moepress.quantize.factor import DAMPENING_LADDER, Factor, Unfactorable, factorize
+from moepress.quantize.fidelity import Fidelity
+from moepress.quantize.gptq import GptqResult, Outcome, expert_scales
+from moepress.quantize.grid import Grid, QuantizedWeight
+from moepress.quantize.products import exact_products
+from moepress.quantize.rtn import Scale, measure, rtn
+from moepress.quantize.side_by_side import side_by_side
+from moepress.quantize.two_sided_kernel import move_coupled, refit_coupled, round_tile
+
+_TILE = 64
+_BLOCK = 128
+_WORTH = 1e-3
+
+
+def gptq_two_sided(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    metric: torch.Tensor,
+    grid: Grid,
+    *,
+    scale: Scale = "mse",
+    passes: int = 0,
+    ladder: Sequence[float] = DAMPENING_LADDER,
+    source: torch.Tensor | None = None,
+    threads: int | None = None,
+) -> GptqResult:
+    """Quantize a stack of experts, one by one and side by side.
+
+    Args:
+        weight: float32 [E, R, C], what to aim at; read only.
+        hessian: float32 [E, C, C], or [C, C] for all; symmetric, read only.
+        metric: float32 [E, R, R], or [R, R] for all; symmetric, positive semidefinite, its size is of no account; read only.
+        grid, scale, passes, ladder, source, threads: as in ``gptq.gptq``; the ladder serves both factors.
+
+    Returns:
+        As ``gptq.gptq``, on ``weight``'s device; an outcome's loss is plain GPTQ's, tr(D H Dᵀ), to be compared with it.
+
+    Raises:
+        QuantizeError: shapes or types that do not fit, values that are not finite.
+    """
+    _check(weight, hessian, metric, grid)
+    device, columns = weight.device, weight.shape[2]
+    aims, hessian, metric = (tensor.detach().cpu() for tensor in (weight, hessian, metric))
+    reference = aims if source is None else source.detach().cpu()
+    codes = torch.empty(aims.shape, dtype=torch.int8)
+    scales = torch.empty(*aims.shape[:2], grid.groups(columns), dtype=torch.bfloat16)
+    at_once = threads or torch.get_num_threads()
+
+    def one(e: int) -> tuple[Outcome, Fidelity]:
+        into = QuantizedWeight(codes[e], scales[e], grid, ())
+        own = (hessian if hessian.ndim == 2 else hessian[e], metric if metric.ndim == 2 else metric[e])
+        try:
+            outcome = _quantize_expert(aims[e].contiguous(), *own, scale, passes, ladder, into)
+        except QuantizeError as error:
+            raise QuantizeError(error.what, where=f"expert {e} of the stack", hint=error.hint) from error
+        return outcome, measure(reference[e].contiguous(), codes[e], scales[e])
+
+    with exact_products():  # one switch for the process, and factorizations want it this way
+        done = side_by_side(one, range(len(aims)), at_once)
+    fidelity = tuple(each for _, each in done)
+    return GptqResult(
+        QuantizedWeight(codes.to(device), scales.to(device), grid, fidelity), tuple(outcome for outcome, _ in done)
+    )
+
+
+def _check(weight: torch.Tensor, hessian: torch.Tensor, metric: torch.Tensor, grid: Grid) -> None:
+    if weight.ndim != 3 or {weight.dtype, hessian.dtype, metric.dtype} != {torch.float32}:
+        raise QuantizeError(
+            f"weights [E, R, C], Hessian and metric are float32, not {weight.dtype} {list(weight.shape)}, "
+            f"{hessian.dtype} and {metric.dtype}",
+            where="gptq_two_sided",
+        )
+    experts, rows, columns = weight.shape
+    for what, given, size in (("Hessian", hessian, columns), ("metric", metric, rows)):
+        if given.shape not in ((size, size), (experts, size, size)):
+            raise QuantizeError(
+                f"weights {list(weight.shape)} need a {what} {[size, size]} or {[experts, size, size]}, "
+                f"not {list(given.shape)}",
+                where="gptq_two_sided",
+            )
+    grid.width(columns)
+
+
+def _quantize_expert(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    metric: torch.Tensor,
+    scale: Scale,
+    passes: int,
+    ladder: Sequence[float],
+    into: QuantizedWeight,
+) -> Outcome:
+    columns = factorize(hessian.contiguous(), ladder)
+    if isinstance(columns, Unfactorable):
+        rtn(weight, into.grid, scale="mse", out=into)
+        return Outcome(math.nan, None, 0, columns.reason)
+    metric, rows = _scaled_and_factored(metric, ladder)
+    target = weight.t().contiguous()
+    scales = expert_scales(weight, columns.diagonal, into.grid, scale).t().contiguous()
+    codes = torch.empty(target.shape, dtype=torch.int8)
+    left = round_both_ways(target, scales, columns, rows, into.grid, codes)
+    done = 0
+    if passes:
+        damped, coupled = hessian.clone(), metric.clone()
+        damped.diagonal().add_(columns.shift)
+        coupled.diagonal().add_(rows.shift)
+        done = polish_coupled(left, damped, coupled, passes, into.grid, codes, scales)
+    into.codes.copy_(codes.t())
+    into.scales.copy_(scales.t())
+    loss = float(torch.mm(hessian, left).mul_(left).sum(dtype=torch.float64))
+    return Outcome(max(loss, 0.0), columns.dampening_frac, done, None)
+
+
+def _scaled_and_factored(metric: torch.Tensor, ladder: Sequence[float]) -> tuple[torch.Tensor, Factor]:
+    """The metric with a mean diagonal of 1, and its factor; the identity where it has none."""
+    mean = float(metric.diagonal().mean())
+    if mean > 0 and math.isfinite(mean):
+        scaled = metric / mean
+        factor = factorize(scaled, ladder)
+        if isinstance(factor, Factor):
+            return scaled, factor
+    identity = torch.eye(len(metric))
+    factor = factorize(identity, ladder)
+    if isinstance(factor, Unfactorable):
+        raise QuantizeError(factor.reason, where="gptq_two_sided")
+    return identity, factor
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Where a tile lies, in rounding order."""
+
+    columns: slice
+    rows: slice
+
+
+def _tiles(columns: int, rows: int) -> list[_Tile]:
+    """Last columns first, and in each strip of columns the last rows first."""
+    return [
+        _Tile(slice(max(stop - _TILE, 0), stop), slice(max(end - _TILE, 0), end))
+        for stop in range(columns, 0, -_TILE)
+        for end in range(rows, 0, -_TILE)
+    ]
+
+
+def round_both_ways(
+    target: torch.Tensor, scales: torch.Tensor, columns: Factor, rows: Factor, grid: Grid, codes: torch.Tensor
+) -> torch.Tensor:
+    """The sweep over columns and rows of one expert.
+
+    Args:
+        target: float32 [C, R], contiguous; read only.
+        scales: float32 [G, R].
+        columns, rows: factors of H' and of G'.
+        grid: bits and group size.
+        codes: int8 [C, R], written.
+
+    Returns:
+        D = target − codes · scales, float32 [C, R].
+    """
+    width = len(target) // len(scales)
+    upper, lower = columns.upper.triu(), rows.upper.triu().t().contiguous()
+    w = target[columns.order][:, rows.order].contiguous()
+    s = scales[columns.order // width][:, rows.order].contiguous()
+    q, d, missed = torch.empty(w.shape, dtype=torch.int8), torch.empty_like(w), torch.empty_like(w)
+    limits = (np.float32(grid.qmin), np.float32(grid.qmax))
+    for tile in _tiles(*w.shape):
+        here, after_c, after_r = (tile.columns, tile.rows), slice(tile.columns.stop, None), slice(tile.rows.stop, None)
+        across = torch.mm(upper[tile.columns, after_c], d[after_c, tile.rows])
+        down = torch.mm(missed[tile.columns, after_r], lower[after_r, tile.rows])
+        tile_codes, tile_d, tile_missed = (torch.empty_like(part[here]) for part in (q, d, missed))
+        round_tile(
+            w[here].contiguous().numpy(),
+            s[here].contiguous().numpy(),
+            upper[tile.columns, tile.columns].contiguous().numpy(),
+            across.numpy(),
+            lower[tile.rows, tile.rows].contiguous().numpy(),
+            down.numpy(),
+            limits,
+            tile_codes.numpy(),
+            tile_d.numpy(),
+            tile_missed.numpy(),
+        )
+        q[here], d[here], missed[here] = tile_codes, tile_d, tile_missed
+    columns_back, rows_back = torch.argsort(columns.order), torch.argsort(rows.order)
+    codes.copy_(q[columns_back][:, rows_back])
+    return d[columns_back][:, rows_back].contiguous()
+
+
+def polish_coupled(
+    left: torch.Tensor,
+    hessian: torch.Tensor,
+    metric: torch.Tensor,
+    passes: int,
+    grid: Grid,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+) -> int:
+    """Lower tr(G' D H' Dᵀ) of one expert by scales refitted and codes moved, in place.
+
+    Args:
+        left: float32 [C, R], D as it comes in; kept up to date.
+        hessian: float32 [C, C], H'; metric: float32 [R, R], G'; read only.
+        passes: most passes; it stops earlier when one takes less than a thousandth off.
+        grid: bits.
+        codes: int8 [C, R]; scales: float32 [G, R]; contiguous, in and out, scales stay BF16 numbers.
+
+    Returns:
+        The passes made.
+    """
+    columns, rows = left.shape
+    width = columns // len(scales)
+    limits = (np.float32(grid.qmin), np.float32(grid.qmax))
+    loss = float(torch.mm(torch.mm(hessian, left), metric).mul_(left).sum(dtype=torch.float64))
+    done = 0
+    while done < passes:
+        before, done = loss, done + 1
+        for start in range(0, columns, _BLOCK):
+            block = slice(start, min(start + _BLOCK, columns))
+            h, q = hessian[block, block].contiguous(), codes[block]
+            which = scales[start // width : (block.stop - 1) // width + 1]
+            gradient = torch.mm(torch.mm(hessian[block], left), metric)
+            if width <= _BLOCK:
+                for group, s in enumerate(which):
+                    mine = slice(group * width, (group + 1) * width)
+                    products, steps = torch.mm(h[:, mine], q[mine].float()), torch.empty(rows)
+                    own = gradient[mine].contiguous()
+                    loss -= refit_coupled(
+                        own.numpy(),
+                        products[mine].contiguous().numpy(),
+                        metric.numpy(),
+                        q[mine].numpy(),
+                        s.numpy(),
+                        grid.signed_scales,
+                        steps.numpy(),
+                    )
+                    left[block][mine] -= q[mine] * steps
+                    gradient -= torch.mm(products * steps, metric)
+            moved = torch.empty_like(gradient)
+            loss -= move_coupled(
+                gradient.numpy(),
+                h.numpy(),
+                metric.numpy(),
+                q.numpy(),
+                which.numpy(),
+                min(width, columns),
+                limits,
+                moved.numpy(),
+            )
+            left[block] += moved
+        if before - loss < _WORTH * loss:
+            break
+    return done
