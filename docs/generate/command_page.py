@@ -13,8 +13,8 @@ from moepress.commands.examples import EXAMPLES, EXIT_CODES
 
 HEAD = """# Commands
 
-Every command takes `--json` where it has something to say to a program: data on stdout, talk on stderr. Every command ends with
-the one to run next. `moepress COMMAND --help` shows what is written here.
+Commands that produce data take `--json`: data on stdout, messages on stderr. Every command ends with the one to run next.
+`moepress COMMAND --help` shows what is written here.
 
     moepress --version               version, Python, and the versions of what results depend on
     moepress --install-completion    commands, options and recipes completed by bash, zsh, fish or PowerShell
@@ -85,7 +85,7 @@ def _option_text(option: Any) -> str:
     default = option.default
     if option.required:
         return f"{text} **Required.**"
-    if default in (None, False, (), []) or callable(default) or "(default" in text:
+    if default in (None, False, (), [], "") or callable(default) or "(default" in text:
         return text
     return f"{text} (default: {getattr(default, 'value', default)})"
 

@@ -12,20 +12,20 @@ from moepress.commands.options import AsJson, print_json
 
 BaseModel = Annotated[
     str | None,
-    typer.Option("--base-model", metavar="ORG/NAME", help="The source on the Hub, where it is not recorded."),
+    typer.Option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, if it is not recorded."),
 ]
 
 
 def card(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.md", help="Write it there (default: print it).")
+        Path | None, typer.Option("--output", "-o", metavar="FILE.md", help="Write to this file (default: print).")
     ] = None,
     title: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name (default: the folder's).")] = None,
     base_model: BaseModel = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the model card of OUT as publish would write it: what changed, what it cost, what nobody has checked."""
+    """Show the model card that publish would write for OUT: what changed, what it cost, what nobody has checked."""
     from moepress.formats.atomic import atomic_write_text
     from moepress.publish.card import make_card
     from moepress.report.output import read_pressed_output

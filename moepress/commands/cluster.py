@@ -15,11 +15,11 @@ app = typer.Typer(no_args_is_help=True, help="Job files that convert on several 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, as the machines see it.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="Output folder, as the machines see it.")]
 Nodes = Annotated[int, typer.Option(min=1, help="Machines.")]
-Cpus = Annotated[int, typer.Option(min=1, help="Processors used on each machine.")]
-Gpus = Annotated[int, typer.Option(min=0, help="GPUs used on each machine; 0 computes on processors.")]
-Name = Annotated[str, typer.Option("--name", help="Of the job.")]
+Cpus = Annotated[int, typer.Option(min=1, help="Processors to use on each machine.")]
+Gpus = Annotated[int, typer.Option(min=0, help="GPUs to use on each machine; 0 computes on processors.")]
+Name = Annotated[str, typer.Option("--name", help="Name of the job.")]
 File = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there (default: print it).")
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file (default: print).")
 ]
 
 
@@ -33,11 +33,16 @@ def slurm(
     cpus: Cpus = 32,
     gpus: Gpus = 0,
     gather: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="On each machine's own disk, when only the first sees OUT.")
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder on each machine's own disk, for when only the first machine sees OUT."
+        ),
     ] = None,
     time: Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")] = "04:00:00",
-    partition: Annotated[str | None, typer.Option(help="Of the cluster (default: the site's).")] = None,
-    setup: Annotated[str | None, typer.Option(metavar="LINE", help="Shell line that makes moepress known.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the cluster (default: the site's).")] = None,
+    setup: Annotated[
+        str | None, typer.Option(metavar="LINE", help="Shell line that activates moepress on the machines.")
+    ] = None,
     name: Name = "moepress",
     output: File = None,
 ) -> None:
@@ -61,7 +66,7 @@ def kuberay(
     cpus: Cpus = 32,
     gpus: Gpus = 0,
     mount: Annotated[str, typer.Option(metavar="FOLDER", help="Where the pods see the claim.")] = "/data",
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Of each pod, in Kubernetes' words.")] = "256Gi",
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each pod, as Kubernetes writes it.")] = "256Gi",
     name: Name = "moepress",
     output: File = None,
 ) -> None:

@@ -62,7 +62,7 @@ def convert(
     source_dir: SourceFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Press SRC into OUT. Stopped at any moment, the same command resumes."""
+    """Press SRC into OUT. It can be stopped at any moment; the same command resumes."""
     from moepress import api
     from moepress.convert.finish import broken_limits
     from moepress.convert.journal import STATE_FOLDER

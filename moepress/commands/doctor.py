@@ -14,11 +14,11 @@ MARKS = {"good": "[green]✓[/green]", "note": "[yellow]○[/yellow]", "bad": "[
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Where outputs are to go.")] = Path(),
+    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Where outputs will be written.")] = Path(),
     offline: Annotated[bool, typer.Option("--offline", help="Do not ask the Hub.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can do: processors, memory, disk speed, GPUs, SGLang, Ray, Hub login; and what to mend."""
+    """Check what this machine can do (processors, memory, disk speed, GPUs, SGLang, Ray, Hub login) and say what to fix."""
     from moepress.doctor import Diagnosis, diagnose, environment_line
 
     checks = []

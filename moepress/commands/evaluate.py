@@ -27,22 +27,27 @@ _RESULT = {"ACCEPT": "pass", "REGRESSION": "fail", "NOT ENOUGH DATA": "not judge
 def evaluate(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
     baseline: Annotated[
-        str, typer.Option("--baseline", metavar="SRC", help="The checkpoint it was made from; with a URL, any name.")
+        str,
+        typer.Option(
+            "--baseline", metavar="SRC", help="The checkpoint it was made from (with --baseline-url, any name)."
+        ),
     ],
     tasks: Annotated[
         str | None,
         typer.Option(
             metavar="WHAT,…",
-            help="Of fidelity, drift, tool-calls, humaneval, mbpp, gsm8k-100, gsm8k, mmlu, arc_challenge, wikitext, lm:NAME "
+            help="Which of fidelity, drift, tool-calls, humaneval, mbpp, gsm8k-100, gsm8k, mmlu, arc_challenge, wikitext, lm:NAME "
             "(default: the first three).",
         ),
     ] = None,
     url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible server that serves OUT.")] = None,
     baseline_url: Annotated[str | None, typer.Option(metavar="URL", help="One that serves SRC.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Name that --url serves it under.")] = None,
-    baseline_model: Annotated[str | None, typer.Option(metavar="NAME", help="The same for --baseline-url.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name on --url.")] = None,
+    baseline_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model's name on --baseline-url.")
+    ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the servers' key.")
+        str | None, typer.Option(metavar="NAME", help="Environment variable that holds the servers' API key.")
     ] = None,
     sglang_python: Annotated[
         str | None,
@@ -51,25 +56,29 @@ def evaluate(
         ),
     ] = None,
     container: Annotated[
-        str | None, typer.Option(metavar="CMD", help="Words that start a container with SGLang; see validate.")
+        str | None, typer.Option(metavar="CMD", help="Command that starts a container with SGLang; see validate.")
     ] = None,
     cpu_lab: Annotated[
-        bool, typer.Option("--cpu-lab", help="No GPU: kernels in plain torch, for small models.")
+        bool, typer.Option("--cpu-lab", help="Without a GPU: kernels in plain torch, for small models.")
     ] = False,
     tp: Annotated[int | None, typer.Option(min=1, help="GPUs that share the model (default: the recipe's).")] = None,
     kv_dtype: Annotated[str, typer.Option(metavar="auto|bf16|fp8", help="KV cache type of booted servers.")] = "auto",
     flags: Annotated[str, typer.Option(metavar="'--FLAG …'", help="More flags for booted servers.")] = "",
-    boot_timeout: Annotated[float, typer.Option(min=10, metavar="SECONDS", help="For one boot.")] = 3600,
-    concurrency: Annotated[int, typer.Option(min=1, help="Questions at once.")] = 8,
-    request_timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For one answer.")] = 900,
+    boot_timeout: Annotated[
+        float, typer.Option(min=10, metavar="SECONDS", help="Limit for booting one server.")
+    ] = 3600,
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 8,
+    request_timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Limit for one answer.")] = 900,
     windows: Annotated[int, typer.Option(min=2, help="Windows of text per domain.")] = 24,
-    length: Annotated[int, typer.Option(min=16, help="Tokens of a window.")] = 256,
-    top_k: Annotated[int, typer.Option(min=1, help="Tokens named at each position; OpenAI's API allows 5 to 20.")] = 64,
+    length: Annotated[int, typer.Option(min=16, help="Tokens per window.")] = 256,
+    top_k: Annotated[
+        int, typer.Option(min=1, help="Log-probabilities asked for at each position; OpenAI's API allows 5 to 20.")
+    ] = 64,
     text: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE", help="A domain of your own; may be repeated.")
     ] = None,
-    drift_prompts: Annotated[int, typer.Option(min=2, help="Prompts that are continued.")] = 32,
-    drift_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a continuation.")] = 256,
+    drift_prompts: Annotated[int, typer.Option(min=2, help="Prompts to continue.")] = 32,
+    drift_tokens: Annotated[int, typer.Option(min=2, help="Tokens per continuation.")] = 256,
     tool_cases: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, metavar="FILE.jsonl", help="Tool-call cases of your own."),
@@ -77,15 +86,19 @@ def evaluate(
     bfcl: Annotated[
         Path | None,
         typer.Option(
-            exists=True, file_okay=False, metavar="DIR", help="bfcl_eval/data: its cases too, multi-turn ones included."
+            exists=True,
+            file_okay=False,
+            metavar="DIR",
+            help="Also the cases in bfcl_eval/data, multi-turn ones included.",
         ),
     ] = None,
     data: Annotated[
-        list[str] | None, typer.Option(metavar="TASK=FILE", help="Problems of humaneval, mbpp or gsm8k-100.")
+        list[str] | None,
+        typer.Option(metavar="TASK=FILE", help="File with the problems of humaneval, mbpp or gsm8k-100."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="First prompts of each task only.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer to a task.")] = 1024,
-    base_model: Annotated[bool, typer.Option("--base-model", help="Prompts are completed, not chatted with.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts of each task.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a task, in tokens.")] = 1024,
+    base_model: Annotated[bool, typer.Option("--base-model", help="Complete prompts instead of chatting.")] = False,
     lm_eval_python: Annotated[
         str | None,
         typer.Option(
@@ -97,16 +110,17 @@ def evaluate(
         typer.Option(exists=True, file_okay=False, metavar="DIR", help="More task definitions for lm-eval."),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Whose bounds (default: OUT's own).")
+        str | None,
+        typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Recipe whose bounds apply (default: OUT's own)."),
     ] = None,
     overrides: Overrides = None,
     answers: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keeps answers and logs (default: OUT/.moepress/evaluate).")
+        Path | None, typer.Option(metavar="DIR", help="Folder for answers and logs (default: OUT/.moepress/evaluate).")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Ask OUT and SRC the same: KL, drift, tool calls, tasks; ACCEPT, REGRESSION or NOT ENOUGH DATA. Exit 0: all accepted."""
+    """Ask OUT and SRC the same: KL, drift, tool calls, tasks. ACCEPT, REGRESSION or NOT ENOUGH DATA; exit 0 if all accepted."""
     from moepress.evaluate.answers import Answers
     from moepress.evaluate.choose import DEFAULT_TASKS, Settings, choose
     from moepress.evaluate.run import evaluate as run_evaluation

@@ -6,11 +6,11 @@ A test parses every one of them, and the command reference of the docs shows the
 from __future__ import annotations
 
 EXIT_CODES: dict[int, str] = {
-    0: "done, and good",
-    1: "checked and found wanting: a failed verification, a gate, a limit of the recipe",
+    0: "done, and as it should be",
+    1: "checked and not as it should be: a failed verification or gate, a limit of the recipe exceeded",
     2: "could not be done: bad input, a full disk, a refused plan; the message says what to do next",
-    130: "stopped by Ctrl-C or SIGTERM; the same command goes on",
-    141: "whoever read the output went away",
+    130: "stopped by Ctrl-C or SIGTERM; the same command resumes",
+    141: "the program that read the output closed the pipe",
 }
 
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -26,7 +26,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("moepress plan /models/Kimi-K2-Instruct /models/Kimi-K2-INT4 --recipe kimi-k2", "before any work"),
         (
             "moepress plan config.json --recipe glm-5 --on h200 --on h200x8",
-            "sizes, and times on paper, for a model that is not here",
+            "sizes, and times on paper, from the configuration alone",
         ),
         (
             "moepress plan /models/Kimi-K2-Instruct -r kimi-k2 --set weights.algorithm=gptq --set serving.tensor_parallel=4",
@@ -54,7 +54,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "verify": (
         ("moepress verify /models/Kimi-K2-INT4 --source /models/Kimi-K2-Instruct", "every tensor against its source"),
-        ("moepress verify /models/Kimi-K2-INT4", "the source is gone: the output alone"),
+        ("moepress verify /models/Kimi-K2-INT4", "when the source is gone: the output by itself"),
     ),
     "fidelity": (
         (
@@ -64,31 +64,31 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "validate": (
         ("moepress validate /models/Kimi-K2-INT4 --baseline /models/Kimi-K2-Instruct", "both on this machine's GPUs"),
-        ("moepress validate ./tiny-int4 --baseline ./tiny-fp8 --cpu-lab", "a small model on a machine without any"),
+        ("moepress validate ./tiny-int4 --baseline ./tiny-fp8 --cpu-lab", "a small model, on a machine without a GPU"),
     ),
     "evaluate": (
         ("moepress evaluate /models/Kimi-K2-INT4 --baseline /models/Kimi-K2-Instruct", "everything that ships"),
         (
             "moepress evaluate /models/Kimi-K2-INT4 --baseline /models/Kimi-K2-Instruct --tasks gsm8k",
-            "and a task of lm-eval's",
+            "with a task from lm-eval",
         ),
     ),
     "serve": (
-        ("moepress serve /models/Kimi-K2-INT4 --print", "the launch command, to be run elsewhere"),
+        ("moepress serve /models/Kimi-K2-INT4 --print", "the launch command, to run elsewhere"),
         ("moepress serve /models/Kimi-K2-INT4", "run it here"),
     ),
     "report": (("moepress report /models/Kimi-K2-INT4", "one HTML page beside the output"),),
     "sign": (
         ("moepress sign /models/Kimi-K2-INT4 --key press.pem", "model.sig beside the weights"),
-        ("moepress verify /models/Kimi-K2-INT4 --signed-by press.pem.pub", "whoever got a copy checks it"),
+        ("moepress verify /models/Kimi-K2-INT4 --signed-by press.pem.pub", "for whoever receives a copy"),
     ),
     "card": (("moepress card /models/Kimi-K2-INT4", "the model card as it would be published"),),
     "publish": (
         (
             "moepress publish /models/Kimi-K2-INT4 ORG/Kimi-K2-INT4 --dry-run",
-            "what would be sent, and what stands against it",
+            "what would be sent, and what would prevent it",
         ),
-        ("moepress publish /models/Kimi-K2-INT4 ORG/Kimi-K2-INT4", "a pull request, compared, and only then main"),
+        ("moepress publish /models/Kimi-K2-INT4 ORG/Kimi-K2-INT4", "upload, check, merge"),
     ),
     "run": (
         (
@@ -97,9 +97,9 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "recipes": (
-        ("moepress recipes list", "what ships"),
-        ("moepress recipes show kimi-k2 --set weights.group_size=64", "every field, defaults written out"),
-        ("moepress recipes check my-recipe.yaml", "every problem of a file of yours"),
+        ("moepress recipes list", "the recipes that ship"),
+        ("moepress recipes show kimi-k2 --set weights.group_size=64", "every field, with defaults"),
+        ("moepress recipes check my-recipe.yaml", "all problems in your own file"),
     ),
     "cluster": (("moepress cluster slurm --help", "job files for Slurm, and for Kubernetes with kuberay"),),
 }

@@ -28,13 +28,15 @@ def fidelity(
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples of each text (default: 32; of a shipped text 12).")
+        int | None, typer.Option(min=1, help="Samples per text (default: 32; of a shipped text, 12).")
     ] = None,
-    length: Annotated[int, typer.Option(min=16, help="Tokens a sample.")] = 512,
+    length: Annotated[int, typer.Option(min=16, help="Tokens per sample.")] = 512,
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="For activations, and again for experts in work.")
+        str, typer.Option(metavar="SIZE", help="Memory for activations, and as much again for the experts being run.")
     ] = "4GiB",
-    picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the map of errors.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw a map of the errors, by layer and expert.")
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:

@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
 Stream = Annotated[
     bool,
-    typer.Option("--stream", help="SRC on the Hub: press shards as they land, instead of fetching all of them first."),
+    typer.Option(
+        "--stream", help="For a SRC on the Hub: press shards as they arrive, instead of fetching all of them first."
+    ),
 ]
 DeleteSource = Annotated[
     bool,
     typer.Option(
-        "--delete-source", help="With --stream: remove source shards when every receipt that needs them is written."
+        "--delete-source", help="With --stream: delete each source shard once everything made from it is written."
     ),
 ]
 SourceFolder = Annotated[
     Path | None,
-    typer.Option("--source-dir", metavar="DIR", help="Where SRC from the Hub comes to lie (default: OUT-source)."),
+    typer.Option("--source-dir", metavar="DIR", help="Where to download SRC to (default: OUT-source)."),
 ]
 
 

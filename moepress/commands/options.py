@@ -24,35 +24,44 @@ Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, o
 RecipeName = Annotated[
     str,
     typer.Option(
-        "--recipe", "-r", metavar="NAME|FILE", help="Shipped recipe or YAML file.", autocompletion=complete_recipe
+        "--recipe",
+        "-r",
+        metavar="NAME|FILE",
+        help="Shipped recipe (see moepress recipes list) or YAML file.",
+        autocompletion=complete_recipe,
     ),
 ]
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="NAME|FILE", help="Shipped recipe or YAML file.", autocompletion=complete_recipe),
+    typer.Argument(
+        metavar="NAME|FILE",
+        help="Shipped recipe (see moepress recipes list) or YAML file.",
+        autocompletion=complete_recipe,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe; may be repeated."),
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the recipe; may be repeated."),
 ]
 SameKvAs = Annotated[
     str | None,
     typer.Option(
         "--same-kv-as",
         metavar="OTHER",
-        help="Take the KV scales of another output, the other side of a prefill/decode pair; measures none.",
+        help="Take the KV scales from another output, the other side of a prefill/decode pair, instead of measuring them.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Data on stdout as JSON, talk on stderr.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print data as JSON on stdout, messages on stderr.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Pressing threads (default: all processors). Changes no byte.")
+    int | None,
+    typer.Option(
+        "--threads", min=1, help="Threads to work with (default: one per processor). Results do not depend on it."
+    ),
 ]
 
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option(
-        "--trust-remote-code", help="Run the checkpoint's own Python code for its tokenizer (calibration only)."
-    ),
+    typer.Option("--trust-remote-code", help="Let the checkpoint's own Python code for its tokenizer run."),
 ]
 
 

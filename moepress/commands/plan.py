@@ -26,16 +26,20 @@ if TYPE_CHECKING:
 
 
 def plan(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or a config.json alone.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="Checkpoint folder, org/name[@revision] on the Hub, or just a config.json."),
+    ],
     recipe: RecipeName,
     out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT]", help="Output folder to check; nothing is created.")
+        Path | None, typer.Argument(metavar="[OUT]", help="Output folder to check; nothing is written.")
     ] = None,
     overrides: Overrides = None,
     same_kv_as: SameKvAs = None,
     gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU.")] = "141GB",
     memory_fraction: Annotated[
-        float, typer.Option(min=0.05, max=1, help="Share of it the server may use (SGLang: --mem-fraction-static).")
+        float,
+        typer.Option(min=0.05, max=1, help="Share of it for weights and KV cache (SGLang: --mem-fraction-static)."),
     ] = 0.88,
     kv_dtype: Annotated[str, typer.Option(metavar="bf16|fp8", help="KV cache type.")] = "fp8",
     machines: Annotated[
@@ -43,14 +47,14 @@ def plan(
         typer.Option(
             "--on",
             metavar="MACHINE",
-            help="Time on a machine that is not here, on paper; may be repeated: cpu64, h200, h200x8, 4xh200x8.",
+            help="Also estimate the time on another machine, on paper: cpu64, h200, h200x8 or 4xh200x8; may be repeated.",
         ),
     ] = None,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a conversion would need and give, and refuse what cannot work, before any work."""
+    """Say what a conversion would need and produce, and refuse what cannot work, before any work is done."""
     from moepress import api
     from moepress.recipe import parse_size
 

@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 
 def publish(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
-    target: Annotated[str, typer.Argument(metavar="ID", help="org/name on the Hub; made if it is not there.")],
+    target: Annotated[str, typer.Argument(metavar="ID", help="org/name on the Hub; created if it does not exist.")],
     source: Annotated[
         str | None,
-        typer.Option("--source", metavar="SRC", help="What it was made from, if it has to be verified again."),
+        typer.Option(
+            "--source", metavar="SRC", help="The checkpoint it was made from, in case it has to be verified again."
+        ),
     ] = None,
     base_model: BaseModel = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
-    public: Annotated[
-        bool, typer.Option("--public", help="A repository that is made now is public (default: private).")
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public (default: private).")] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Files on main that are not of this output are removed by the same merge.")
+        bool,
+        typer.Option("--replace", help="Remove files on main that do not belong to this output, in the same merge."),
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge/--no-merge", help="Move main, or leave the pull request for somebody to look at.")
+        bool, typer.Option("--merge/--no-merge", help="Merge the pull request, or leave it for somebody to review.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Send OUT to the Hub: a pull request, compared with the checksums, and only then main. The same command resumes."""
+    """Upload OUT to the Hub as a pull request, check every file there, and only then merge. The same command resumes."""
     from moepress.hub.address import parse_address
     from moepress.hub.connection import connect
     from moepress.publish.card import make_card
@@ -50,7 +51,7 @@ def publish(
 
     address = parse_address(target)
     if address is None or address.revision is not None:
-        raise HubError(f"{target!r} is not a repository's name", hint="write org/name; main is what is published")
+        raise HubError(f"{target!r} is not the name of a repository", hint="write org/name; it is published to main")
     publishable = check_publishable(out, source=source, tell=note)
     card = make_card(read_pressed_output(out), title=address.repo.partition("/")[2], base_model=base_model)
     contents = stage(publishable, card.text, eval_results(card.facts, address.repo))
@@ -83,7 +84,7 @@ def publish(
             tell=note,
         )
     except KeyboardInterrupt:
-        note(f"stopped; main has not moved. To go on:\n  moepress publish {out} {target}")
+        note(f"stopped; main has not changed. To continue:\n  moepress publish {out} {target}")
         raise typer.Exit(130) from None
     if as_json:
         print_json(result.as_json())
@@ -130,14 +131,15 @@ def show_plan(
         stdout.print(f"[yellow]card:[/yellow] {text}", soft_wrap=True)
     if place is not None and place.difference.strangers and not replace:
         stdout.print(
-            "[red]publish would stop here:[/red] main holds files of something else; see --replace", soft_wrap=True
+            "[red]publish would stop here:[/red] main holds files that are not of this output; see --replace",
+            soft_wrap=True,
         )
 
 
 def show(result: Published) -> None:
     if not result.sent and not result.removed and result.pull_request is None:
         stdout.print(
-            f"[bold]{result.repo}[/bold] holds just this already, at commit {result.commit}; nothing was sent",
+            f"[bold]{result.repo}[/bold] already holds exactly this, at commit {result.commit}; nothing was sent",
             soft_wrap=True,
         )
         return
@@ -147,7 +149,8 @@ def show(result: Published) -> None:
     )
     if result.merged:
         stdout.print(
-            f"[bold]{result.repo}[/bold]: main is at commit {result.commit}, by {result.pull_request}", soft_wrap=True
+            f"[bold]{result.repo}[/bold]: main is at commit {result.commit}, merged from {result.pull_request}",
+            soft_wrap=True,
         )
     else:
         stdout.print(f"[bold]{result.repo}[/bold]: not merged, {result.pull_request}", soft_wrap=True)

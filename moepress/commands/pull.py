@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def pull(
     source: Annotated[str, typer.Argument(metavar="ID", help="org/name on the Hub, or org/name@revision.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, or one to complete.")],
-    workers: Annotated[int, typer.Option(min=1, max=32, help="Files at once.")] = 4,
+    workers: Annotated[int, typer.Option(min=1, max=32, help="Files to fetch at the same time.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a checkpoint from the Hub: disk first, one commit, every file checked. The same command resumes."""
+    """Download a checkpoint from the Hub: one commit, every file checked. The same command resumes."""
     from moepress import api
 
     try:

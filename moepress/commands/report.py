@@ -27,7 +27,7 @@ def report(
     kv_dtype: Annotated[str, typer.Option(metavar="bf16|fp8", help="KV cache type.")] = "fp8",
     as_json: AsJson = False,
 ) -> None:
-    """Write one self-contained HTML page about OUT: sizes, memory, errors, speed, gates, checksums, how to repeat it."""
+    """Write one self-contained HTML page about OUT: sizes, memory, errors, speed, gates, checksums, how to reproduce it."""
     from moepress.errors import MoepressError
     from moepress.recipe import parse_size
     from moepress.report.memory import gpu_of

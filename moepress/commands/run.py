@@ -23,17 +23,17 @@ def run(
         str, typer.Option("--source", metavar="ID|DIR", help="org/name[@revision] on the Hub, or a folder.")
     ],
     to: Annotated[
-        str, typer.Option("--to", metavar="ID|DIR", help="org/name on the Hub, or a folder: then nothing is published.")
+        str, typer.Option("--to", metavar="ID|DIR", help="org/name on the Hub, or a folder; then nothing is published.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Where it is pressed (default: --to, or the name of --to)."),
+        typer.Option("--out", metavar="DIR", help="Folder to press into (default: --to, or the name in it)."),
     ] = None,
     overrides: Overrides = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(
-            "--skip", metavar="STEP", help="Leave out validate, evaluate or publish; may be repeated. The card says so."
+            "--skip", metavar="STEP", help="Skip validate, evaluate or publish; may be repeated. The card will say so."
         ),
     ] = None,
     stream: Stream = False,
@@ -43,7 +43,7 @@ def run(
         str | None, typer.Option(metavar="PATH", help="Python with SGLang, for validate and evaluate.")
     ] = None,
     container: Annotated[str | None, typer.Option(metavar="CMD", help="Container with SGLang; see validate.")] = None,
-    cpu_lab: Annotated[bool, typer.Option("--cpu-lab", help="No GPU: for small models; see validate.")] = False,
+    cpu_lab: Annotated[bool, typer.Option("--cpu-lab", help="Without a GPU, for small models; see validate.")] = False,
     validate_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for validate.")] = "",
     evaluate_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for evaluate.")] = "",
     publish_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for publish.")] = "",

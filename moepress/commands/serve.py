@@ -18,32 +18,43 @@ if TYPE_CHECKING:
 
 
 def serve(
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="A converted checkpoint, on one server.")] = None,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="A converted checkpoint, served by one server.")
+    ] = None,
     prefill: Annotated[
-        Path | None, typer.Option(metavar="SRC", help="Checkpoint of a prefill server, most often the FP8 source.")
+        Path | None, typer.Option(metavar="SRC", help="Checkpoint for the prefill server, usually the FP8 source.")
     ] = None,
     decode: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="A converted checkpoint, on a decode server.")
+        Path | None, typer.Option(metavar="OUT", help="A converted checkpoint for the decode server.")
     ] = None,
-    print_only: Annotated[bool, typer.Option("--print", help="Write the commands; start nothing.")] = False,
-    tp: Annotated[int | None, typer.Option(min=1, help="GPUs of the server (decode) (default: the recipe's).")] = None,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the commands and start nothing.")] = False,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of the server, or of the decode server (default: the recipe's).")
+    ] = None,
     prefill_tp: Annotated[int | None, typer.Option(min=1, help="GPUs of the prefill server.")] = None,
     kv_dtype: Annotated[
-        str, typer.Option(metavar="auto|bf16|fp8", help="KV cache type; auto: FP8 if its scales were seen to.")
+        str,
+        typer.Option(metavar="auto|bf16|fp8", help="KV cache type; auto: FP8 if the checkpoint was prepared for it."),
     ] = "auto",
-    prefill_kv_dtype: Annotated[str | None, typer.Option(metavar="bf16|fp8", help="On the prefill side.")] = None,
-    decode_kv_dtype: Annotated[str | None, typer.Option(metavar="bf16|fp8", help="On the decode side.")] = None,
-    host: Annotated[str, typer.Option(help="Address of the server (decode).")] = "127.0.0.1",
+    prefill_kv_dtype: Annotated[
+        str | None, typer.Option(metavar="bf16|fp8", help="KV cache type on the prefill server.")
+    ] = None,
+    decode_kv_dtype: Annotated[
+        str | None, typer.Option(metavar="bf16|fp8", help="KV cache type on the decode server.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address of the server, or of the decode server.")] = "127.0.0.1",
     prefill_host: Annotated[str | None, typer.Option(help="Address of the prefill server (default: --host).")] = None,
-    port: Annotated[int, typer.Option(help="Port for requests: the server's, or the router's.")] = 30000,
+    port: Annotated[int, typer.Option(help="Port for requests, of the server or the router.")] = 30000,
     mem_fraction: Annotated[
         float | None, typer.Option(min=0.05, max=1, help="Share of GPU memory for weights and KV cache.")
     ] = None,
     context_length: Annotated[int | None, typer.Option(min=1, help="Longest request, in tokens.")] = None,
-    mtp: Annotated[bool, typer.Option("--mtp", help="Speculate with the checkpoint's own MTP layer.")] = False,
+    mtp: Annotated[
+        bool, typer.Option("--mtp", help="Speculative decoding with the checkpoint's own MTP layer.")
+    ] = False,
     overrides: Overrides = None,
     flags: Annotated[
-        str, typer.Option(metavar="'--FLAG …'", help="More flags for every SGLang server, passed on as they are.")
+        str, typer.Option(metavar="'--FLAG …'", help="More flags for every SGLang server, passed on unchanged.")
     ] = "",
     sglang_python: Annotated[
         str | None,
@@ -56,14 +67,16 @@ def serve(
         str | None, typer.Option(metavar="PATH", help="Python with sglang-router (default: the same).")
     ] = None,
     cpu_lab: Annotated[
-        bool, typer.Option("--cpu-lab", help="No GPU: kernels in plain torch, for trying things out.")
+        bool, typer.Option("--cpu-lab", help="Without a GPU: kernels in plain torch, for trying things out.")
     ] = False,
-    logs: Annotated[Path | None, typer.Option(metavar="DIR", help="For logs (default: OUT.logs).")] = None,
-    boot_timeout: Annotated[float, typer.Option(min=10, metavar="SECONDS", help="Until all are ready.")] = 3600,
+    logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for logs (default: OUT.logs).")] = None,
+    boot_timeout: Annotated[
+        float, typer.Option(min=10, metavar="SECONDS", help="Limit until all servers are ready.")
+    ] = 3600,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Serve OUT, or prefill with SRC and decode with OUT; with --print, write the exact commands instead."""
+    """Serve OUT, or prefill with SRC and decode with OUT; with --print, only print the exact commands."""
     from moepress.serving.launch import ServeOptions
     from moepress.serving.serve import open_pressed
     from moepress.serving.sglang import find_environment
@@ -191,4 +204,4 @@ def _run(deployment: Deployment, logs: Path, timeout_s: float, *, as_json: bool)
                 next_step(f"curl {deployment.url}/v1/models")
             watch(started)
     except KeyboardInterrupt:
-        note("stopped; no process is left")
+        note("stopped; no process is left running")

@@ -15,14 +15,14 @@ from moepress.errors import MoepressError
 
 def sign(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A converted checkpoint.")],
-    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="Private elliptic-curve key, PEM.")],
+    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="Private elliptic-curve key (PEM).")],
     password_env: Annotated[
         str | None,
         typer.Option("--key-password-env", metavar="NAME", help="Environment variable that holds the key's password."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sign every file that convert wrote into OUT, with a key of yours; publish sends the signature along."""
+    """Sign every file that convert wrote into OUT with your key; publish uploads the signature too."""
     from moepress.publish.signing import sign_output
 
     password = None if password_env is None else os.environ.get(password_env)

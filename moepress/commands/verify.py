@@ -28,17 +28,17 @@ def verify(
         typer.Option(
             "--same-kv-as",
             metavar="OTHER",
-            help="The other side of a prefill/decode pair: the KV scales must be its own.",
+            help="The other side of a prefill/decode pair: both must have the same KV scales.",
         ),
     ] = None,
     signed_by: Annotated[
         Path | None,
-        typer.Option("--signed-by", metavar="KEY.pub", help="Public key: OUT's signature must be this key's, and fit."),
+        typer.Option("--signed-by", metavar="KEY.pub", help="Public key: OUT must carry a valid signature by it."),
     ] = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Re-read OUT with safetensors and compressed-tensors, compare every tensor with SRC; exit 1 if anything is off."""
+    """Re-read OUT with safetensors and compressed-tensors and compare every tensor with SRC. Exit 1 if anything is off."""
     from moepress import api
 
     signature = None

@@ -230,7 +230,7 @@ def _calibration(output: PressedOutput) -> dict[str, Any] | None:
 
         words = f"[{text[4:]}](https://huggingface.co/datasets/{dataset_address(text[4:])[0]})"
     else:
-        words = f"a file of the publisher's, `{Path(text).name}`"
+        words = f"the publisher's own file `{Path(text).name}`"
     return {
         "text": words,
         "samples": recipe.calibration.samples,
@@ -262,18 +262,18 @@ def _cost(fidelity: Mapping[str, Any] | None, evaluate: Mapping[str, Any] | None
             "of the most likely tokens are the same."
         )
     if evaluate is None:
-        found.append("**No task was scored**: what it costs in answers is not known.")
+        found.append("**No task was scored**, so the cost in answer quality is not known.")
         return found
     rows = [row for row in evaluate.get("rows") or () if is_score(row)]
     lost = [row for row in rows if row["verdict"] == "REGRESSION"]
     short = [row for row in rows if row["verdict"] == "NOT ENOUGH DATA"]
     if rows:
         found.append(
-            f"{len(rows)} scores were compared with the source's, measured alike: {len(lost)} regressed, "
+            f"{len(rows)} scores were compared with the source's, measured the same way: {len(lost)} regressed, "
             f"{len(short)} had too little data to tell."
         )
     else:
-        found.append("**No task was scored**: what it costs in answers is not known.")
+        found.append("**No task was scored**, so the cost in answer quality is not known.")
     return found
 
 
@@ -291,23 +291,23 @@ def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | N
         found.append(f"for {', '.join(dict.fromkeys(lost))}: they regressed beyond the recipe's bounds (table below)")
     tested = {row["task"] for row in rows}
     if not (evaluate or {}).get("tool_calls"):
-        found.append("for long runs with tools: tool calls were not evaluated, and small errors add up over turns")
+        found.append("for long agent runs: tool calls were not evaluated, and small errors add up over many turns")
     if not tested & {"humaneval", "mbpp"} and not any("code" in task for task in tested):
-        found.append("for writing code without checking it: no coding task was scored")
+        found.append("for code that nobody reviews: no coding task was scored")
     median = (((evaluate or {}).get("drift") or {}).get("candidate") or {}).get("median")
     if median is not None:
         found.append(
-            f"where an answer must be the source's word for word: half of the long answers part by token {median}"
+            f"where answers must match the source's word for word: half of the long answers differ by token {median}"
         )
     elif quantized:
         found.append(
-            "where an answer must be the source's word for word: quantized weights give other words sooner or later"
+            "where answers must match the source's word for word: sooner or later, quantized weights choose other words"
         )
     if validate is None:
-        found.append("unwatched: no server was seen loading these files")
+        found.append("in production unchecked: no server has been seen loading these files")
     if not quantized:
-        return [*found, "beside a decode server whose weights hold other KV scales: moepress verify --same-kv-as tells"]
-    found.append("behind a service that names the source model without saying that its weights are quantized")
+        return [*found, "with a decode server whose weights hold other KV scales: moepress verify --same-kv-as compares them"]
+    found.append("behind a service that gives the source model's name without saying that the weights are quantized")
     return found
 
 

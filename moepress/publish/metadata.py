@@ -103,7 +103,7 @@ def check_metadata(data: Mapping[str, Any]) -> None:
     licence = data.get("license")
     if licence is not None and licence not in LICENSES:
         problems.append(
-            f"license: {licence!r} is no identifier of the Hub's; 'other' with license_name and license_link"
+            f"license: {licence!r} is no licence identifier of the Hub; use 'other' with license_name and license_link"
         )
     if licence == "other" and not (data.get("license_name") and data.get("license_link")):
         problems.append("license: 'other' needs license_name and license_link")
@@ -134,7 +134,7 @@ def _licence(source: Mapping[str, Any], folder: Path, base_model: str | None, no
         return {"license": declared}
     files = sorted(path.name for path in folder.glob("LICEN[CS]E*") if path.is_file())
     if isinstance(declared, str) and declared != "other":
-        notes.append(f"license {declared!r} is no identifier of the Hub's: written as 'other' with that name")
+        notes.append(f"license {declared!r} is no licence identifier of the Hub: written as 'other' with that name")
         name = name or declared
     if not files and not declared and not name:
         notes.append("the source declares no licence, and brings no LICENSE file")
@@ -150,7 +150,7 @@ def _texts(value: Any, field: str, notes: list[str]) -> list[str] | None:
     items = _list(value)
     good = [item for item in items if isinstance(item, str) and item.strip()]
     if len(good) != len(items):
-        notes.append(f"{field}: {len(items) - len(good)} entries of the source's card are no texts and were left out")
+        notes.append(f"{field}: {len(items) - len(good)} entries of the source's card are not text and were left out")
     return good or None
 
 
