@@ -12,7 +12,7 @@ The run keeps activations, journal and shards' order; workers write no file but 
 calibration. So a worker may die at any moment (Ray starts it again and asks again), and when the run itself dies, Ray's
 processes go with it and the same command resumes from the receipts.
 
-The run computes nothing of a layer itself, and reads none of its weights.
+The run computes nothing of a layer itself, and reads none of its weights. torch is imported when the first layer comes.
 
 Memory: shared memory holds the layer's tapped tokens, T · C · 4 bytes for each of the runs, and what is in flight.
 What does not fit, Ray spills to disk by itself.
@@ -23,25 +23,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
-from moepress.calibration.expert_tap import RoutedTokens
-from moepress.calibration.layer_fill import ExpertBlock
-from moepress.calibration.layer_runner import OpenLayer, Stream
-from moepress.calibration.statistics import PooledMoments, finished_pool
 from moepress.cluster.gather import gather_shards
-from moepress.cluster.messages import SentInputs, receive, receive_dense, send
 from moepress.cluster.ray_start import Workers, placed_workers
 from moepress.cluster.windows import answer, as_they_come, in_order
-from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
-from moepress.convert.kv.layer_scales import LayerScales
 from moepress.convert.layout import ShardPlan
 from moepress.convert.plan import ConversionPlan
 from moepress.formats.checkpoint import Checkpoint
-from moepress.quantize.hessian import panels
+
+if TYPE_CHECKING:
+    from moepress.calibration.expert_tap import RoutedTokens
+    from moepress.calibration.layer_fill import ExpertBlock
+    from moepress.calibration.layer_runner import OpenLayer, Stream
+    from moepress.calibration.statistics import PooledMoments
+    from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
+    from moepress.convert.kv.layer_scales import LayerScales
 
 OUTPUTS_BYTES = 2 << 30
 """Experts' outputs of one task, at most. A task loads all the layer's experts once, so few tasks are less work."""
@@ -62,7 +61,7 @@ class RayExecutor:
     """`convert.executor.Executor` on Ray actors.
 
     Args:
-        workers: handles of `Worker` actors.
+        workers: handles of `worker.Worker` actors; where nothing is calibrated, of `shard_worker.ShardWorker`.
         plan: of the conversion.
         out: the output folder.
         gather: as in `Workers`.
@@ -95,6 +94,8 @@ class RayExecutor:
             yield shard, receipt
 
     def dense(self, layer: OpenLayer, stream: Stream) -> RoutedTokens | None:
+        from moepress.cluster.messages import receive_dense, send
+
         routed = layer.allocate_routed(stream)
 
         def ask(worker: Any, batch: tuple[int, int]) -> Any:
@@ -109,6 +110,8 @@ class RayExecutor:
         return routed
 
     def measure(self, layer: OpenLayer, stream: Stream) -> Callable[[], LayerScales]:
+        from moepress.cluster.messages import send
+
         hidden = stream.hidden.read(0, len(stream.hidden))
         topk = None if stream.topk is None else send(stream.topk.read(0, len(stream.topk)))
         reference = self._workers[-1].measure.remote(layer.index, ray.put(send(hidden)), send(stream.lengths), topk)
@@ -120,6 +123,12 @@ class RayExecutor:
         return scales
 
     def pooled(self, layer: OpenLayer, ours: RoutedTokens, source: RoutedTokens | None) -> PooledMoments:
+        import torch
+
+        from moepress.calibration.statistics import finished_pool
+        from moepress.cluster.messages import receive
+        from moepress.quantize.hessian import panels
+
         mine = self._share(layer, ours)
         theirs = () if source is None else self._share(layer, source)
 
@@ -145,6 +154,8 @@ class RayExecutor:
         take: Callable[[PressedBlock], None],
         written: Callable[[], None],
     ) -> None:
+        from moepress.cluster.messages import SentInputs
+
         small = ray.put(SentInputs.of(inputs))
         ours = self._share(layer, inputs.ours)
         source = () if inputs.source is None else self._share(layer, inputs.source)
@@ -173,6 +184,8 @@ class RayExecutor:
             self._add(layer, stream, routed, finished is not None, [])
 
     def _add(self, layer: OpenLayer, stream: Stream, routed: RoutedTokens, finished: bool, blocks: list[Any]) -> None:
+        from moepress.cluster.messages import receive, send
+
         tokens = self._share(layer, routed)
         norm = None if routed.divisor is None else send(routed.divisor)
 
@@ -188,6 +201,8 @@ class RayExecutor:
 
     def _share(self, layer: OpenLayer, routed: RoutedTokens) -> tuple[Any, ...]:
         """References of a layer's tapped tokens, put once into shared memory and kept there until the next layer's."""
+        from moepress.cluster.messages import send
+
         if self._shared_of != layer.index:
             self._shared_of, self._shared = layer.index, {}
         if id(routed.x) not in self._shared:

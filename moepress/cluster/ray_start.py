@@ -22,8 +22,8 @@ from typing import Any
 
 import ray
 
+from moepress.cluster.shard_worker import Placement, ShardWorker, WorkerStart, probe_file
 from moepress.cluster.windows import answer
-from moepress.cluster.worker import Placement, Worker, WorkerStart, probe_file
 from moepress.convert.plan import ConversionPlan
 from moepress.errors import PlanRefused
 from moepress.formats.checkpoint import Checkpoint
@@ -72,7 +72,7 @@ def placed_workers(wish: Workers, checkpoint: Checkpoint, plan: ConversionPlan, 
     """Starts or joins Ray, and the workers in it; ends them afterwards. Call with the journal open.
 
     Yields:
-        Ray actor handles of `worker.Worker`, every one of which sees the files it needs.
+        Ray actor handles of `worker.Worker` or `shard_worker.ShardWorker`, every one of which sees the files it needs.
 
     Raises:
         PlanRefused: the cluster cannot place the workers, or they do not see the files.
@@ -82,7 +82,7 @@ def placed_workers(wish: Workers, checkpoint: Checkpoint, plan: ConversionPlan, 
     try:
         # held to the end: a worker that Ray starts again fetches it again
         given = [ray.put(WorkerStart(checkpoint, plan, out.resolve(), wish.threads, _device(wish)))]
-        handles = _start_workers(wish, given)
+        handles = _start_workers(wish, given, calibrates=plan.recipe.calibrated or bool(plan.kv.layers))
         try:
             _refuse_blind(handles, out, shared=wish.gather is None)
             yield handles
@@ -169,7 +169,7 @@ def _reach(address: str, wait: float) -> None:
             time.sleep(1)
 
 
-def _start_workers(wish: Workers, given: list[Any]) -> list[Any]:
+def _start_workers(wish: Workers, given: list[Any], *, calibrates: bool) -> list[Any]:
     """The actors, once the cluster has said that it has room for them.
 
     Raises:
@@ -184,7 +184,7 @@ def _start_workers(wish: Workers, given: list[Any]) -> list[Any]:
                 where="--workers",
                 hint="ask for fewer workers, or add machines to the cluster",
             )
-    actor = ray.remote(_RayWorker).options(
+    actor = _actor(calibrates=calibrates).options(
         num_cpus=wish.threads,
         num_gpus=wish.gpus,
         max_restarts=RETRIES,
@@ -206,11 +206,22 @@ def _resources(needed: dict[str, int], wish: Workers) -> dict[str, float]:
         time.sleep(1)
 
 
-class _RayWorker(Worker):
-    """A worker that fetches what it works on, also when Ray starts it again."""
+def _actor(*, calibrates: bool) -> Any:
+    """The class that Ray starts: a worker that fetches what it works on, also when Ray starts it again.
 
-    def __init__(self, number: int, given: list[Any]) -> None:
-        super().__init__(number, ray.get(given[0]))
+    Made here, so that a worker imports no more than its work needs: without calibration neither torch nor transformers.
+    """
+    kind: type[ShardWorker] = ShardWorker
+    if calibrates:
+        from moepress.cluster.worker import Worker
+
+        kind = Worker
+
+    class _RayWorker(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, number: int, given: list[Any]) -> None:
+            super().__init__(number, ray.get(given[0]))
+
+    return ray.remote(_RayWorker)
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from moepress.calibration.statistics import finished_pool, pooled_moments
 from moepress.cluster.messages import receive, receive_dense, routed_where_it_lies, send
 from moepress.cluster.ray_executor import _few_each, _several_each
-from moepress.cluster.worker import Worker, WorkerStart, probe_file
+from moepress.cluster.shard_worker import WorkerStart, probe_file
+from moepress.cluster.worker import Worker
 from moepress.convert.plan import make_plan
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.quantize.hessian import panels
@@ -109,3 +112,13 @@ def test_second_moments_in_panels_are_those_made_at_once(start: WorkerStart) -> 
     assert torch.equal(parts.gram, whole.gram)
     assert whole.cross is not None
     assert torch.equal(cross, whole.cross)
+
+
+def test_where_nothing_is_calibrated_neither_torch_nor_transformers_is_imported() -> None:
+    """Their import takes longer than a worker takes to round a gigabyte."""
+    code = (
+        "import sys; import moepress.cluster.shard_worker, moepress.cluster.ray_executor, moepress.cluster.ray_start;"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
