@@ -1,8 +1,9 @@
 """One case within its bounds: a limit on the address space, a clock, and a list of what may come out.
 
 The address space is limited once, to what the process has plus ``MEMORY_BYTES``: an allocation of what the file does not
-hold fails with MemoryError at once, instead of filling the machine. A case that does not end is interrupted by a timer;
-one that hangs inside compiled code, where no signal of Python's arrives, ends the process with a traceback of all threads.
+hold fails with MemoryError at once, instead of filling the machine. A case that does not end is interrupted by a timer of
+processor time, so that a machine busy with other work makes no findings, or, if it only waits, by the clock; one that hangs
+inside compiled code, where no signal of Python's arrives, ends the process with a traceback of all threads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from moepress.errors import MoepressError
 
 MEMORY_BYTES = 512 << 20
 SECONDS = 10.0
+"""Of processor time. By the clock a case may take `PATIENCE` times that."""
+PATIENCE = 12
 
 
 class TooLong(BaseException):
@@ -45,20 +48,24 @@ def peak_bytes() -> int:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TooLong` in the main thread after ``seconds``."""
+    """Raises `TooLong` in the main thread after ``seconds`` of processor time, or `PATIENCE` times that by the clock."""
 
-    def too_long(*_: object) -> None:
-        raise TooLong(f"more than {seconds:g} s")
+    def too_long(number: int, _: object) -> None:
+        worked = number == signal.SIGPROF
+        raise TooLong(f"more than {seconds:g} s of work" if worked else f"waits for more than {PATIENCE * seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(20 * seconds, exit=True)
+    before = {number: signal.signal(number, too_long) for number in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
+    faulthandler.dump_traceback_later(2 * PATIENCE * seconds, exit=True)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass
