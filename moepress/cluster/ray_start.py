@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from moepress.cluster.shard_worker import Placement, ShardWorker, WorkerStart, probe_file
 from moepress.cluster.windows import answer
@@ -32,8 +34,13 @@ RETRIES = 4
 """How often Ray starts a worker again, and asks a question again, before the run ends."""
 
 
-QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Ray's own lines would break the progress line; what a worker did is in its log, and what failed becomes an error of ours."""
+ENVIRONMENT = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+}
+"""Ray's own lines would break the live view; what a worker did is in its log, and what failed becomes an error of ours. And Ray
+gives workers nearly the least priority: on a busy machine they would hardly run where the command itself does."""
 
 
 START_SECONDS = 300.0
@@ -80,18 +87,17 @@ def placed_workers(wish: Workers, checkpoint: Checkpoint, plan: ConversionPlan, 
     with _signals_kept():
         _start_ray(wish)
     try:
-        # held to the end: a worker that Ray starts again fetches it again
-        given = [ray.put(WorkerStart(checkpoint, plan, out.resolve(), wish.threads, _device(wish)))]
-        handles = _start_workers(wish, given, calibrates=plan.recipe.calibrated or bool(plan.kv.layers))
-        try:
-            _refuse_blind(handles, out, shared=wish.gather is None)
-            yield handles
-        finally:
-            for handle in handles:
-                ray.kill(handle)
+        # Held to the end: a worker that Ray starts again fetches it again. Sent as bytes: of a reference among a worker's
+        # arguments Ray warns on stderr, into the live view, that it might be gone by then.
+        held = ray.put(WorkerStart(checkpoint, plan, out.resolve(), wish.threads, _device(wish)))
+        calibrates = plan.recipe.calibrated or bool(plan.kv.layers)
+        handles = _start_workers(wish, cloudpickle.dumps(held), calibrates=calibrates)
+        _refuse_blind(handles, out, shared=wish.gather is None)
+        yield handles
     finally:
         probe_file(out).unlink(missing_ok=True)
-        ray.shutdown()
+        with _stderr_closed():
+            ray.shutdown()  # takes the workers along
 
 
 def _start_ray(wish: Workers) -> None:
@@ -100,7 +106,7 @@ def _start_ray(wish: Workers) -> None:
     Raises:
         PlanRefused: it cannot be started or joined.
     """
-    for name, value in QUIET.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if wish.address is not None:
         _reach(wish.address, wish.wait)
@@ -145,6 +151,20 @@ def _signals_kept() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Of every task that ends with its worker Ray's own threads write a line there, just before the command says how to go on."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _reach(address: str, wait: float) -> None:
     """Somebody listens at a HOST:PORT address: Ray itself would try a dead one for many minutes.
 
@@ -169,7 +189,7 @@ def _reach(address: str, wait: float) -> None:
             time.sleep(1)
 
 
-def _start_workers(wish: Workers, given: list[Any], *, calibrates: bool) -> list[Any]:
+def _start_workers(wish: Workers, given: bytes, *, calibrates: bool) -> list[Any]:
     """The actors, once the cluster has said that it has room for them.
 
     Raises:
@@ -218,8 +238,8 @@ def _actor(*, calibrates: bool) -> Any:
         kind = Worker
 
     class _RayWorker(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, number: int, given: list[Any]) -> None:
-            super().__init__(number, ray.get(given[0]))
+        def __init__(self, number: int, given: bytes) -> None:
+            super().__init__(number, ray.get(cloudpickle.loads(given)))
 
     return ray.remote(_RayWorker)
 
