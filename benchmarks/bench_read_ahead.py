@@ -1,6 +1,6 @@
 """What reading ahead brings: a calibrated run's layers with the next block of experts read meanwhile, and without.
 
-    python -m benchmarks.bench_read_ahead FOLDER --layers 2 --experts 32 --tokens 4096
+    python -m benchmarks.bench_read_ahead FOLDER --layers 2 --experts 16 --tokens 1024 --disk 20
 
 The model is `bench_oneshot`'s in BF16. Each contender runs GPTQ without polish over all layers in this process, on one thread, with
 blocks of four experts; the output is thrown away. Cold: the source was dropped from the page cache before. Once a round:
@@ -9,6 +9,8 @@ blocks of four experts; the output is thrown away. Cold: the source was dropped 
     ahead, cold      a thread reads the next block
     plain, warm      the same from the page cache: what a thread costs where there is nothing to wait for
     ahead, warm
+    plain, slow      from a disk of so many MB/s: every read sleeps as long as it would take there
+    ahead, slow
 
 JSON on standard output; the integers of all contenders are compared.
 """
@@ -20,6 +22,7 @@ import hashlib
 import json
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +31,7 @@ import torch
 from benchmarks.bench_convert import drop_cache
 from benchmarks.bench_oneshot import build
 from benchmarks.measure import Cost, interleaved, machine, summary
+from moepress.calibration import checkpoint_weights
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.layer_runner import RunSettings
@@ -37,12 +41,25 @@ from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
 from moepress.convert.executor import InProcess
 from moepress.convert.plan import make_plan
 from moepress.convert.units import Pool
-from moepress.formats.checkpoint import open_checkpoint
+from moepress.formats.checkpoint import TensorRef, open_checkpoint
 from moepress.formats.reader import TensorReader
 from moepress.recipe import load_recipe
 
 BLOCK = 4
 OPTIONS = ("weights.algorithm=gptq", "calibration.error_aware=false", "calibration.passes=0", "kv_cache.scales=none")
+
+
+class SlowDisk(TensorReader):
+    """A reader whose reads take as long as on a disk of ``rate`` bytes a second, one after the other."""
+
+    rate = 0.0
+    _disk = threading.Lock()
+
+    def _pread(self, descriptor: int, position: int, view: memoryview, ref: TensorRef) -> None:
+        if self.rate:
+            with self._disk:
+                time.sleep(view.nbytes / self.rate)
+        super()._pread(descriptor, position, view, ref)
 
 
 def pressed(source: Path, *, tokens: int, ahead: bool) -> str:
@@ -83,14 +100,17 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--disk", type=float, default=20.0, help="MB/s of the slow disk")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    checkpoint_weights.TensorReader = SlowDisk  # type: ignore[attr-defined]
     source = arguments.folder / "source"
     parameters = build(source, layers=arguments.layers, experts=arguments.experts)
     pressed(source, tokens=arguments.tokens, ahead=True)  # compiles, imports
     made = set()
 
-    def once(name: str, *, ahead: bool, cold: bool) -> Cost:
+    def once(name: str, *, ahead: bool, cold: bool = False, rate: float = 0.0) -> Cost:
+        SlowDisk.rate = rate
         if cold:
             drop_cache(source)
         before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
@@ -107,8 +127,10 @@ def main() -> None:
             {
                 "plain, cold": lambda: once("plain, cold", ahead=False, cold=True),
                 "ahead, cold": lambda: once("ahead, cold", ahead=True, cold=True),
-                "plain, warm": lambda: once("plain, warm", ahead=False, cold=False),
-                "ahead, warm": lambda: once("ahead, warm", ahead=True, cold=False),
+                "plain, warm": lambda: once("plain, warm", ahead=False),
+                "ahead, warm": lambda: once("ahead, warm", ahead=True),
+                "plain, slow": lambda: once("plain, slow", ahead=False, rate=arguments.disk * 1e6),
+                "ahead, slow": lambda: once("ahead, slow", ahead=True, rate=arguments.disk * 1e6),
             },
         )
     )
@@ -123,6 +145,7 @@ def main() -> None:
         "costs": medians,
         "same_integers": len(made) == 1,
         "cold_plain_over_ahead": ratio("plain, cold", "ahead, cold", "wall_median"),
+        "slow_plain_over_ahead": ratio("plain, slow", "ahead, slow", "wall_median"),
         "warm_plain_over_ahead": ratio("plain, warm", "ahead, warm", "wall_median"),
         "warm_cpu_ahead_over_plain": ratio("ahead, warm", "plain, warm", "cpu_median"),
     }
