@@ -60,6 +60,12 @@ FAST = ["calibration.error_aware=false", "calibration.passes=0"]
 OURS = {
     "moepress gptq": ["weights.algorithm=gptq"],
     "moepress gptq, signed scales": ["weights.algorithm=gptq", "weights.signed_scales=true"],
+    "moepress gptq, loss: kl": ["weights.algorithm=gptq", "calibration.loss=kl"],
+    "moepress gptq, loss: kl, signed scales": [
+        "weights.algorithm=gptq",
+        "calibration.loss=kl",
+        "weights.signed_scales=true",
+    ],
     "moepress gptq, hessian: layer": ["weights.algorithm=gptq", "calibration.hessian=layer"],
     "moepress gptq, fast": ["weights.algorithm=gptq", "calibration.hessian=layer", *FAST],
     "moepress awq": ["weights.algorithm=awq"],

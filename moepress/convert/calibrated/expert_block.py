@@ -108,7 +108,7 @@ def _press_block(block: ExpertBlock, inputs: LayerInputs, recipe: Recipe) -> Pre
         for (expert, _), record in records.items():
             record["tokens"] = counts[expert]
     for record in records.values():
-        record["device"] = block.down.device.type
+        record["device"] = "cpu" if "weighed_by" in record else block.down.device.type
     _measure_halves(block, gate_up, records)
     return PressedBlock(block.experts, gate_up, down, records)
 
