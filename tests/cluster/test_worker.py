@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moepress.calibration.statistics import finished_pool, pooled_moments
-from moepress.cluster.messages import receive, receive_dense, routed_where_it_lies, send
+from moepress.calibration.statistics import PooledMoments, finished_pool, pooled_moments
+from moepress.cluster.messages import SentInputs, receive, receive_dense, routed_where_it_lies, send
 from moepress.cluster.ray_executor import _few_each, _several_each
 from moepress.cluster.shard_worker import WorkerStart, probe_file
 from moepress.cluster.worker import Worker
+from moepress.convert.calibrated.expert_block import LayerInputs
 from moepress.convert.plan import make_plan
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.quantize.hessian import panels
@@ -122,3 +123,24 @@ def test_where_nothing_is_calibrated_neither_torch_nor_transformers_is_imported(
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_layers_inputs_arrive_whole() -> None:
+    """All that is small travels: moments, the norm's factors, what errors of the outputs cost."""
+    generator = torch.Generator().manual_seed(1)
+    x, gram, cross, fisher = (torch.randn(8, 8, generator=generator) for _ in range(4))
+    expert, weight = torch.zeros(8, 2, dtype=torch.int32), torch.rand(8, 2, generator=generator)
+    for own, norm in ((fisher, torch.full((8,), 2.0)), (None, None)):
+        tokens = [send(part) for part in (x, expert, weight)]
+        routed = routed_where_it_lies(tokens, num_experts=4, norm=None if norm is None else send(norm))
+        inputs = LayerInputs(routed, None, PooledMoments(8, gram, cross), own)
+        there = SentInputs.of(inputs).with_tokens(tokens, (), "cpu")
+        assert there.source is None
+        assert (there.fisher is None) == (own is None)
+        if own is not None:
+            assert there.fisher is not None
+            assert torch.equal(there.fisher, own)
+        assert torch.equal(there.pooled.gram, gram)
+        assert there.pooled.cross is not None
+        assert torch.equal(there.pooled.cross, cross)
+        assert torch.equal(there.ours.inputs(0, 8), x if norm is None else x / 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from tests.pressing import StopAfter, press, recipe_for, shard_bytes
 from tests.tiny_checkpoints import build
 
 SMALL = ("weights.algorithm=gptq", "calibration.loss=kl", "calibration.samples=4", "calibration.length=48")
-SHARDS = "output.shard_size=1MB"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
@@ -32,10 +30,17 @@ def records(out: Path) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["kimi", "glm4", "glm5", "deepseek_v32", "qwen3_moe"])
-def test_every_family_is_pressed_and_says_how(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("kimi", ("weights.algorithm=awq+gptq", "weights.awq.norm=true")),
+        ("glm5", ("weights.signed_scales=true", "weights.scale=mse")),
+        ("qwen3_moe", ("calibration.hessian=layer",)),
+    ],
+)
+def test_pressed_in_company_of_other_options_and_says_how(family: str, more: tuple[str, ...], tmp_path: Path) -> None:
     source = build(family, tmp_path / "src")
-    press(source.folder, tmp_path / "out", family, *SMALL, SHARDS)
+    press(source.folder, tmp_path / "out", family, *SMALL, *more)
     assert verify(tmp_path / "out", source.folder).problems == ()
     body = source.config["num_hidden_layers"]
     for name, record in records(tmp_path / "out").items():
@@ -45,37 +50,23 @@ def test_every_family_is_pressed_and_says_how(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_with_other_threads_the_bytes_are_those_of_one_run(tmp_path: Path) -> None:
+def test_stopped_with_other_threads_and_other_blocks_the_bytes_are_the_same(tmp_path: Path) -> None:
     source = build("kimi", tmp_path / "src")
-    press(source.folder, tmp_path / "whole", "kimi", *SMALL, SHARDS, threads=1)
+    options = (*SMALL, "output.shard_size=1MB")
+    press(source.folder, tmp_path / "whole", "kimi", *options, threads=1)
     fishers = tmp_path / "out" / ".moepress" / "fisher"
     for units in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            press(source.folder, tmp_path / "out", "kimi", *SMALL, SHARDS, threads=2, watcher=StopAfter(units))
+            press(source.folder, tmp_path / "out", "kimi", *options, threads=2, watcher=StopAfter(units))
         for path in sorted(fishers.glob("*.npy"))[:units]:
             path.unlink()  # lost: measured again
-    press(source.folder, tmp_path / "out", "kimi", *SMALL, SHARDS, threads=2)
+    press(source.folder, tmp_path / "out", "kimi", *options, threads=2)
     assert shard_bytes(tmp_path / "out") == shard_bytes(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [("calibration.hessian=layer",), ("weights.algorithm=awq+gptq", "weights.awq.norm=true")]
-)
-def test_together_with_other_options(more: tuple[str, ...], tmp_path: Path) -> None:
-    source = build("kimi", tmp_path / "src")
-    press(source.folder, tmp_path / "out", "kimi", *SMALL, *more)
-    assert verify(tmp_path / "out", source.folder).problems == ()
-
-
-def test_blocks_of_one_expert_give_the_bytes_of_one_block(tmp_path: Path) -> None:
-    source = build("kimi", tmp_path / "src")
-    press(source.folder, tmp_path / "one", "kimi", *SMALL)
-    press(source.folder, tmp_path / "many", "kimi", *SMALL, "calibration.memory=1MB")
-    one, many = shard_bytes(tmp_path / "one"), shard_bytes(tmp_path / "many")
-    weights = [name for name in one if name.endswith(".safetensors")]
+    press(source.folder, tmp_path / "one", "kimi", *options, "calibration.memory=1MB")  # one expert a block
+    whole, one = shard_bytes(tmp_path / "whole"), shard_bytes(tmp_path / "one")
+    weights = [name for name in whole if name.endswith(".safetensors")]
     assert weights
-    assert [one[name] for name in weights] == [many[name] for name in weights]
+    assert [one[name] for name in weights] == [whole[name] for name in weights]
 
 
 def test_a_damaged_file_says_which(tmp_path: Path) -> None:
@@ -104,8 +95,5 @@ def test_the_plan_counts_the_backward_pass() -> None:
     kept = calibration_cost(config, weighed, available=memory)
     assert kept.scratch == 128 * 512 * 7168 * 4 * 66, "the inputs of 61 layers, and five arrays at work"
     assert kept.memory > calibration_cost(config, plain, available=memory).memory
-    ignored = replace(one)
-    assert (
-        operations(config, load_recipe("kimi-k2", ["weights.algorithm=awq", "calibration.loss=kl"])).forward
-        <= ignored.forward
-    )
+    rounded = load_recipe("kimi-k2", ["weights.algorithm=awq", "calibration.loss=kl"])
+    assert not rounded.weighs_predictions
