@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_an_audit_that_nobody_answers_is_no_pass() -> None:
-    nowhere = {name: "http://127.0.0.1:9" for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")}
+    nowhere = dict.fromkeys(("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")
     done = subprocess.run(
         [sys.executable, str(ROOT / "requirements" / "audit.py")],
         capture_output=True,
