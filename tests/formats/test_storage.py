@@ -117,7 +117,7 @@ def test_scale_is_found_under_each_published_suffix(suffix: str, tmp_path: Path)
     "scale", [torch.ones(1, 1), torch.ones(1), torch.tensor(1.0), torch.ones(256), torch.ones(256, 1), torch.ones(3, 2)]
 )
 def test_scale_that_has_not_the_shape_of_the_declared_blocks_is_refused(scale: torch.Tensor, tmp_path: Path) -> None:
-    """One for all, one per row, transposed: the shape of another layout is no reason to read it as that one."""
+    """FP-02: one for all, one per row, transposed: the shape of another layout is no reason to read it as that one."""
     tensors = {"a.weight": fp8(256, 384), "a.weight_scale_inv": scale}
     message = refused(one_shard(tmp_path, tensors, FP8_BLOCK))
     assert f"for the declared blocks of 128×128: a.weight [256, 384] with {list(scale.shape)}" in message
