@@ -59,6 +59,24 @@ def test_headers_are_read_without_torch(tiny: Callable[[str], TinyCheckpoint]) -
     assert done.stdout.strip() == "[]"
 
 
+def test_names_that_look_like_markup_or_need_quotes_come_through_whole(tmp_path: Path) -> None:
+    """What rich would read as markup, or stumble over, and what a shell would split: printed as it is, quoted in commands."""
+    source, out = tmp_path / "Qwen [v1] é [/b]", tmp_path / "out [bold]"
+    build("qwen3_moe", source)
+    steps = (
+        ("inspect", source),
+        ("convert", source, out, "--recipe", "qwen3-moe", "--set", "serving.tensor_parallel=1"),
+        ("verify", out, "--source", source),
+        ("report", out),
+    )
+    for step in steps:
+        done = moepress(*step)
+        assert done.returncode == 0, done.stderr
+        command = done.stdout.rpartition("next: ")[2].strip()
+        assert str(step[1] if step[0] in ("inspect", "verify", "report") else out) in shlex.split(command)
+    assert f"agree with {source}" in done.stdout
+
+
 def test_version_says_what_a_bug_report_needs() -> None:
     """The environment comes from package metadata: nothing heavy is imported for it."""
     import torch

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moepress.commands.console import next_step, note, stdout
+from moepress.commands.console import next_step, note, quoted, stdout
 from moepress.commands.options import AsJson, print_json
 
 BaseModel = Annotated[
@@ -41,4 +41,4 @@ def card(
         typer.echo(made.text, nl=False)
     else:
         stdout.print(f"written: {output}", soft_wrap=True)
-        next_step(f"moepress publish {out} ORG/NAME --dry-run")
+        next_step(f"moepress publish {quoted(out)} ORG/NAME --dry-run")

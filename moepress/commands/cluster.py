@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moepress.commands.console import next_step
+from moepress.commands.console import next_step, quoted
 from moepress.commands.options import Overrides, RecipeName
 
 app = typer.Typer(no_args_is_help=True, help="Job files that convert on several machines.")
@@ -93,4 +93,4 @@ def _give(text: str, output: Path | None, command: str) -> None:
         typer.echo(text, nl=False)
         return
     atomic_write_text(output, text)
-    next_step(f"{command} {output}")
+    next_step(f"{command} {quoted(output)}")

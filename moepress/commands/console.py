@@ -1,12 +1,30 @@
-"""The two streams of a command, and figures for people. Data goes to stdout, talk to stderr."""
+"""The two streams of a command, and figures for people. Data goes to stdout, talk to stderr.
+
+What is printed is printed as it is: paths, tensor names and servers' words may hold brackets, which rich would read as
+markup. Only `marked` reads markup, from a template of ours, and never from what is put into it.
+"""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+import shlex
 
-stdout = Console(highlight=False)
-stderr = Console(stderr=True, highlight=False)
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+stdout = Console(highlight=False, markup=False)
+stderr = Console(stderr=True, highlight=False, markup=False)
+
+
+def marked(template: str, **values: object) -> Text:
+    """``"[bold]{name}[/bold]: {text}"`` with values that may hold anything."""
+    return Text.from_markup(template.format(**{name: escape(str(value)) for name, value in values.items()}))
+
+
+def quoted(*words: object) -> str:
+    """Words of a command line as a shell takes them: spaces and brackets in a path stay in it."""
+    return shlex.join(str(word) for word in words)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -55,7 +73,7 @@ def throughput(rate: float) -> str:
 
 def next_step(command: str) -> None:
     """The command to run next, alone on its line so that it can be copied."""
-    stdout.print(f"\nnext: [bold]{command}[/bold]", soft_wrap=True)
+    stdout.print(marked("\nnext: [bold]{command}[/bold]", command=command), soft_wrap=True)
 
 
 def note(text: str) -> None:
@@ -65,4 +83,4 @@ def note(text: str) -> None:
 
 def warnings(texts: tuple[str, ...]) -> None:
     for text in texts:
-        stderr.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)
+        stderr.print(marked("[yellow]warning:[/yellow] {text}", text=text), soft_wrap=True)

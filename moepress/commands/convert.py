@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import duration, next_step, size, stderr, stdout, table
+from moepress.commands.console import duration, marked, next_step, quoted, size, stderr, stdout, table
 from moepress.commands.convert_view import ConvertView
 from moepress.commands.device import Device, DeviceChoice, device_of_this_process
 from moepress.commands.hub_source import DeleteSource, SourceFolder, Stream, here_or_arriving
@@ -97,7 +97,7 @@ def convert(
         # counted on the disk: the last one may have been finished and nobody told
         kept = len(list((out / STATE_FOLDER / "receipts").glob("*.json")))
         said = f"{kept} of {view.shards} shards are kept" if kept else "no shard was finished yet"
-        stderr.print(f"\nstopped: {said}. To go on from there:\n  {this_command()}", soft_wrap=True, markup=False)
+        stderr.print(f"\nstopped: {said}. To go on from there:\n  {this_command()}", soft_wrap=True)
         raise typer.Exit(130) from None
     broken = broken_limits(result.plan, result.report)
     if as_json:
@@ -111,8 +111,10 @@ def convert(
         )
     else:
         show(result, broken)
-        checks = ("" if delete_source else f" --source {here}") + (f" --same-kv-as {same_kv_as}" if same_kv_as else "")
-        next_step(f"moepress verify {out}{checks}")
+        words: list[object] = ["moepress", "verify", out]
+        words += [] if delete_source else ["--source", here]
+        words += ["--same-kv-as", same_kv_as] if same_kv_as else []
+        next_step(quoted(*words))
     if broken:
         raise typer.Exit(1)
 
@@ -122,8 +124,10 @@ def show(result: Conversion, broken: list[str]) -> None:
     resumed = f", {result.resumed} of {len(plan.shards)} shards from an earlier run" if result.resumed else ""
     ratio = report["output_bytes"] / max(1, report["source_bytes"])
     stdout.print(
-        f"[bold]{size(report['source_bytes'])} → {size(report['output_bytes'])}[/bold] ({ratio:.1%}) in {duration(result.seconds)}"
-        f", {len(plan.shards)} shards{resumed}, layout {report['layout']}"
+        marked(
+            f"[bold]{size(report['source_bytes'])} → {size(report['output_bytes'])}[/bold] ({ratio:.1%}) in "
+            f"{duration(result.seconds)}, {len(plan.shards)} shards{resumed}, layout {report['layout']}"
+        )
     )
     quantized = report["quantized"]
     rows = table("weights", "what became of them")
@@ -147,4 +151,4 @@ def show(result: Conversion, broken: list[str]) -> None:
             stdout.print(found)
     show_kv(report["kv_cache"])
     for problem in broken:
-        stderr.print(f"[red]limit broken:[/red] {problem}", soft_wrap=True)
+        stderr.print(marked("[red]limit exceeded:[/red] {problem}", problem=problem), soft_wrap=True)

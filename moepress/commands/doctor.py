@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moepress.commands.console import next_step, stdout
+from moepress.commands.console import marked, next_step, stdout
 from moepress.commands.options import AsJson, print_json
 
 MARKS = {"good": "[green]✓[/green]", "note": "[yellow]○[/yellow]", "bad": "[red]✗[/red]"}
@@ -27,7 +27,8 @@ def doctor(
     for check in diagnose(folder, online=not offline):
         checks.append(check)
         if not as_json:
-            stdout.print(f"{MARKS[check.status]} [bold]{check.name}[/bold]: {check.found}", soft_wrap=True)
+            line = f"{MARKS[check.status]} [bold]{{name}}[/bold]: {{found}}"
+            stdout.print(marked(line, name=check.name, found=check.found), soft_wrap=True)
             if check.mend:
                 stdout.print(f"    → {check.mend}", soft_wrap=True)
     diagnosis = Diagnosis(tuple(checks))

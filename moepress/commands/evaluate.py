@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moepress.commands.console import next_step, note
+from moepress.commands.console import next_step, note, quoted
 from moepress.commands.contestants import Model, Serving, contestants
 from moepress.commands.kept import keep
 from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
@@ -239,11 +239,11 @@ def _urls(url: str | None, baseline_url: str | None) -> str:
 def _next(result: Evaluated, out: Path, baseline: str, urls: str) -> str:
     """What to do with the verdict."""
     if result.verdict == "ACCEPT":
-        return f"moepress report {out}"
+        return f"moepress report {quoted(out)}"
     if result.verdict == "REGRESSION":
-        return f"moepress fidelity {out} --source {baseline}"
+        return quoted("moepress", "fidelity", out, "--source", baseline)
     short = {row.task for row in result.rows if row.verdict == "NOT ENOUGH DATA"}
-    again = f"moepress evaluate {out} --baseline {baseline}{urls}"
+    again = quoted("moepress", "evaluate", out, "--baseline", baseline) + urls
     if "fidelity" in short:
         return f"{again} --text prose=FILE --windows 64"
     if "drift" in short:

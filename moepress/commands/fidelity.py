@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import next_step, stdout, table
+from moepress.commands.console import next_step, quoted, stdout, table
 from moepress.commands.kept import keep
 from moepress.commands.options import AsJson, TrustRemoteCode, print_json, size_option
 from moepress.commands.progress import Bar
@@ -64,7 +64,7 @@ def fidelity(
         print_json(result.as_json())
     else:
         show(result, picture)
-        next_step(f"moepress report {out}")
+        next_step(f"moepress report {quoted(out)}")
 
 
 def show(result: Fidelity, picture: Path | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moepress.commands.console import next_step, note, params, size, stdout, table, warnings
+from moepress.commands.console import marked, next_step, note, params, quoted, size, stdout, table, warnings
 from moepress.commands.options import AsJson, Source, print_json
 from moepress.results import REPORT_NAME
 
@@ -23,9 +23,10 @@ def inspect(source: Source, as_json: AsJson = False) -> None:
         return
     show(inspection)
     if (Path(source) / REPORT_NAME).is_file():  # what convert made is looked at, not converted
-        next_step(f"moepress verify {source} --source SRC")
+        next_step(f"moepress verify {quoted(source)} --source SRC")
         return
-    next_step(f"moepress plan {source} --recipe {suggest_recipe(inspection.family.key, inspection.model_type)}")
+    recipe = suggest_recipe(inspection.family.key, inspection.model_type)
+    next_step(f"moepress plan {quoted(source)} --recipe {recipe}")
 
 
 def suggest_recipe(family: str, model_type: str) -> str:
@@ -38,7 +39,7 @@ def suggest_recipe(family: str, model_type: str) -> str:
 
 def show(result: Inspection) -> None:
     warnings(result.warnings)
-    stdout.print(f"[bold]{result.location}[/bold]")
+    stdout.print(marked("[bold]{location}[/bold]", location=result.location), soft_wrap=True)
     stdout.print(f"{result.family.title} · {result.architecture} · model_type {result.model_type}")
     rows = table("component", "stored as", right=("weights", "parameters", "bytes", "share"))
     for column in rows.columns[:2]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moepress.commands.console import stderr, stdout, table
+from moepress.commands.console import marked, stderr, stdout, table
 
 MOST_LAYERS = 16
 """So many layers are shown whole; of more, those whose scale is not 1.0, and the rest is counted."""
@@ -50,7 +50,9 @@ def show_kv(kv: Mapping[str, Any]) -> None:
     for cached, why in kv["left"].items():
         stdout.print(f"  {cached} could not be folded: {why}", soft_wrap=True)
     for sentence in kv["suspicious"]:
-        stderr.print(f"[yellow]warning:[/yellow] KV scales look wrong: {sentence}", soft_wrap=True)
+        stderr.print(
+            marked("[yellow]warning:[/yellow] KV scales look wrong: {sentence}", sentence=sentence), soft_wrap=True
+        )
 
 
 def _scale(scale: float) -> str:

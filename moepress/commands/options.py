@@ -71,7 +71,7 @@ def this_command() -> str:
 
 
 def recipe_words(recipe: str, overrides: list[str] | None) -> str:
-    return " ".join([recipe, *(f"--set {override}" for override in overrides or ())])
+    return shlex.join([recipe, *(word for override in overrides or () for word in ("--set", override))])
 
 
 def size_option(text: str, option: str, parse: Any) -> int:

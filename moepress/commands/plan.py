@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import duration, next_step, stdout, table, warnings
+from moepress.commands.console import duration, next_step, quoted, stdout, table, warnings
 from moepress.commands.options import (
     AsJson,
     Overrides,
@@ -75,8 +75,8 @@ def plan(
         return
     show(result)
     if result.plan is not None:
-        words = recipe_words(recipe, overrides) + (f" --same-kv-as {same_kv_as}" if same_kv_as else "")
-        next_step(f"moepress convert {source} {out or 'OUT'} --recipe {words}")
+        words = recipe_words(recipe, overrides) + (f" --same-kv-as {quoted(same_kv_as)}" if same_kv_as else "")
+        next_step(f"moepress convert {quoted(source, out or 'OUT')} --recipe {words}")
 
 
 def show(result: Outlook) -> None:

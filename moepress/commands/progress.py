@@ -46,7 +46,7 @@ class Bar:
         self._started = self._logged = time.monotonic()
         if not self._quiet and sys.stderr.isatty():
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=30),
                 TextColumn("{task.percentage:>3.0f}%"),
                 TextColumn("{task.fields[rate]}"),
@@ -109,4 +109,4 @@ class PullProgress(Bar):
             super().add(count)
 
     def note(self, text: str) -> None:
-        stderr.print(text, soft_wrap=True, markup=False)
+        stderr.print(text, soft_wrap=True)

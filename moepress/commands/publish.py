@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moepress.commands.card import BaseModel
-from moepress.commands.console import duration, next_step, note, size, stderr, stdout, table
+from moepress.commands.console import duration, marked, next_step, note, quoted, size, stderr, stdout, table
 from moepress.commands.options import AsJson, print_json
 from moepress.errors import HubError
 
@@ -66,7 +66,7 @@ def publish(
             print_json(planned(address.repo, contents, card, place, private=not public))
         else:
             show_plan(address.repo, contents, card, place, private=not public, replace=replace)
-            next_step(f"moepress publish {out} {target}")
+            next_step(f"moepress publish {quoted(out, target)}")
         return
     for text in card.notes:
         note(f"card: {text}")
@@ -84,7 +84,7 @@ def publish(
             tell=note,
         )
     except KeyboardInterrupt:
-        note(f"stopped; main has not changed. To continue:\n  moepress publish {out} {target}")
+        note(f"stopped; main has not changed. To continue:\n  moepress publish {quoted(out, target)}")
         raise typer.Exit(130) from None
     if as_json:
         print_json(result.as_json())
@@ -119,19 +119,18 @@ def show_plan(
             state = "changed" if name in place.difference.other else there
         rows.add_row(name, f"{file.size:,}", file.sha256[:12], state)
     for name in place.difference.strangers if place is not None else ():
-        rows.add_row(name, "", "", "[yellow]removed[/yellow]" if replace else "[red]in the way[/red]")
+        rows.add_row(name, "", "", marked("[yellow]removed[/yellow]" if replace else "[red]in the way[/red]"))
     stdout.print(rows)
     where = (
         "not asked" if place is None else "exists" if place.exists else f"made, {'private' if private else 'public'}"
     )
-    stdout.print(
-        f"[bold]{repo}[/bold] ({where}): {len(contents.files)} files, {size(contents.bytes)}; nothing was sent"
-    )
+    figures = f"{len(contents.files)} files, {size(contents.bytes)}; nothing was sent"
+    stdout.print(marked("[bold]{repo}[/bold] ({where}): {figures}", repo=repo, where=where, figures=figures))
     for text in card.notes:
-        stdout.print(f"[yellow]card:[/yellow] {text}", soft_wrap=True)
+        stdout.print(marked("[yellow]card:[/yellow] {text}", text=text), soft_wrap=True)
     if place is not None and place.difference.strangers and not replace:
         stdout.print(
-            "[red]publish would stop here:[/red] main holds files that are not of this output; see --replace",
+            marked("[red]publish would stop here:[/red] main holds files that are not of this output; see --replace"),
             soft_wrap=True,
         )
 
@@ -139,7 +138,7 @@ def show_plan(
 def show(result: Published) -> None:
     if not result.sent and not result.removed and result.pull_request is None:
         stdout.print(
-            f"[bold]{result.repo}[/bold] already holds exactly this, at commit {result.commit}; nothing was sent",
+            f"{result.repo} already holds exactly this, at commit {result.commit}; nothing was sent",
             soft_wrap=True,
         )
         return
@@ -149,8 +148,8 @@ def show(result: Published) -> None:
     )
     if result.merged:
         stdout.print(
-            f"[bold]{result.repo}[/bold]: main is at commit {result.commit}, merged from {result.pull_request}",
+            f"{result.repo}: main is at commit {result.commit}, merged from {result.pull_request}",
             soft_wrap=True,
         )
     else:
-        stdout.print(f"[bold]{result.repo}[/bold]: not merged, {result.pull_request}", soft_wrap=True)
+        stdout.print(f"{result.repo}: not merged, {result.pull_request}", soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import duration, next_step, note, size, stdout, warnings
+from moepress.commands.console import duration, marked, next_step, note, quoted, size, stdout, warnings
 from moepress.commands.options import AsJson, print_json, this_command
 from moepress.commands.progress import PullProgress
 
@@ -35,7 +35,7 @@ def pull(
         return
     warnings(result.warnings)
     show(result)
-    next_step(f"moepress inspect {folder}")
+    next_step(f"moepress inspect {quoted(folder)}")
 
 
 def show(result: Pulled) -> None:
@@ -44,7 +44,7 @@ def show(result: Pulled) -> None:
         len(result.fetched) + len(result.kept),
         sum(snapshot.files[name].size for name in (*result.fetched, *result.kept)),
     )
-    stdout.print(f"[bold]{snapshot.repo}[/bold] at commit {snapshot.commit}")
+    stdout.print(marked("[bold]{repo}[/bold] at commit {commit}", repo=snapshot.repo, commit=snapshot.commit))
     stdout.print(
         f"{count} files, {size(total)}, every checksum is the Hub's; {len(result.fetched)} fetched now "
         f"({size(result.fetched_bytes)} in {duration(result.seconds)}), {len(result.kept)} were here",

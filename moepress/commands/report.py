@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moepress.commands.console import next_step, note, size, stdout
+from moepress.commands.console import marked, next_step, note, quoted, size, stdout
 from moepress.commands.options import AsJson, print_json, size_option
 
 
@@ -48,9 +48,13 @@ def report(
         return
     for gate in figures.gates:
         mark = {"passed": "[green]✓[/green]", "failed": "[red]✗[/red]"}.get(gate.verdict, "[yellow]○[/yellow]")
-        stdout.print(f"{mark} {gate.name}: {gate.verdict}{f' ({gate.reason})' if gate.reason else ''}", soft_wrap=True)
+        line = f"{gate.name}: {gate.verdict}{f' ({gate.reason})' if gate.reason else ''}"
+        stdout.print(marked(f"{mark} {{line}}", line=line), soft_wrap=True)
     for name in figures.stale:
         note(f"stale, not shown: {name} (of an earlier conversion)")
-    stdout.print(f"[bold]{page}[/bold]: {size(page.stat().st_size)}, open it in any browser", soft_wrap=True)
+    written = size(page.stat().st_size)
+    stdout.print(
+        marked("[bold]{page}[/bold]: {written}, open it in any browser", page=page, written=written), soft_wrap=True
+    )
     to_run = [gate.reason for gate in figures.gates if gate.verdict == "not run"]
-    next_step(to_run[0] if to_run else f"moepress serve {out} --print")
+    next_step(to_run[0] if to_run else f"moepress serve {quoted(out)} --print")

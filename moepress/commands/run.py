@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moepress.commands.chain import RunJournal, Step, open_journal, run_steps
-from moepress.commands.console import next_step, note, stdout, table
+from moepress.commands.console import next_step, note, quoted, stdout, table
 from moepress.commands.hub_source import DeleteSource, SourceFolder, Stream
 from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
 from moepress.errors import MoepressError, PlanRefused
@@ -123,7 +123,7 @@ def run(
             next_step(
                 f"moepress inspect {target.repo}"
                 if target and "publish" not in skipped
-                else f"moepress report {folder}"
+                else f"moepress report {quoted(folder)}"
             )
     if code:
         raise typer.Exit(code)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import next_step, note, stdout
+from moepress.commands.console import marked, next_step, note, stdout
 from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
 from moepress.errors import MoepressError
 
@@ -200,7 +200,7 @@ def _run(deployment: Deployment, logs: Path, timeout_s: float, *, as_json: bool)
             if as_json:
                 print_json({**deployment.as_json(), "logs": {r.role.name: str(r.server.log_path) for r in started}})
             else:
-                stdout.print(f"[bold]ready: {deployment.url}[/bold]  (Ctrl-C ends it)")
+                stdout.print(marked("[bold]ready: {url}[/bold]  (Ctrl-C ends it)", url=deployment.url))
                 next_step(f"curl {deployment.url}/v1/models")
             watch(started)
     except KeyboardInterrupt:

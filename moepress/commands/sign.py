@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moepress.commands.console import next_step, stdout
+from moepress.commands.console import next_step, quoted, stdout
 from moepress.commands.options import AsJson, print_json
 from moepress.errors import MoepressError
 
@@ -36,5 +36,5 @@ def sign(
     if as_json:
         print_json({"signature": str(signature)})
         return
-    stdout.print(f"[bold]{signature}[/bold]: signed", soft_wrap=True)
-    next_step(f"moepress verify {out} --signed-by {key}.pub")
+    stdout.print(f"{signature}: signed", soft_wrap=True)
+    next_step(quoted("moepress", "verify", out, "--signed-by", f"{key}.pub"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moepress.commands.console import duration, next_step, note, stdout, table
+from moepress.commands.console import duration, marked, next_step, note, stdout, table
 from moepress.commands.options import AsJson, Overrides, print_json
 from moepress.commands.progress import Bar
 from moepress.errors import MoepressError, PlanRefused
@@ -187,16 +187,17 @@ def show(result: Validation) -> None:
     if result.kv_integrity is not None:
         _show_kv_integrity(result)
     for remark in result.remarks:
-        stdout.print(f"[yellow]note:[/yellow] {remark}", soft_wrap=True)
+        stdout.print(marked("[yellow]note:[/yellow] {remark}", remark=remark), soft_wrap=True)
     stdout.print()
     for gate in result.gates:
         outcome = gate.outcome
         judged = "not judged: " if outcome.verdict == "not judged" else ""
-        stdout.print(f"{_MARKS[outcome.verdict]} [bold]{gate.name}[/bold]: {judged}{outcome.reason}", soft_wrap=True)
+        line = f"{_MARKS[outcome.verdict]} [bold]{{name}}[/bold]: {{found}}"
+        stdout.print(marked(line, name=gate.name, found=f"{judged}{outcome.reason}"), soft_wrap=True)
     counts = [sum(gate.outcome.verdict == verdict for gate in result.gates) for verdict in _MARKS]
     colour = {"pass": "green", "fail": "red"}.get(result.verdict, "yellow")
     parts = [f"{count} {verdict}" for count, verdict in zip(counts, _MARKS, strict=True) if count]
-    stdout.print(f"[bold {colour}]{', '.join(parts)}[/bold {colour}] in {duration(result.seconds)}")
+    stdout.print(marked(f"[bold {colour}]{', '.join(parts)}[/bold {colour}] in {duration(result.seconds)}"))
 
 
 def _show_memory(result: Validation) -> None:
@@ -233,11 +234,8 @@ def _show_speed(result: Validation) -> None:
         return
     smoke = " — smoke only, says nothing about a GPU" if result.smoke else ""
     load = speed.workload
-    stdout.print(
-        f"\n[bold]speed[/bold]: {load.prompt_tokens} tokens in, {load.output_tokens} out, median of {load.rounds} "
-        f"rounds{smoke}",
-        soft_wrap=True,
-    )
+    asked = f"{load.prompt_tokens} tokens in, {load.output_tokens} out, median of {load.rounds} rounds{smoke}"
+    stdout.print(marked("\n[bold]speed[/bold]: {asked}", asked=asked), soft_wrap=True)
     rows = table("at once", right=("source tok/s", "pressed tok/s", "ratio", "least–most", "", "TTFT p95", "next p95"))
     for row in speed.decode:
         data, mine = row.as_json(), row.candidate
@@ -253,7 +251,7 @@ def _show_sanity(result: Validation) -> None:
     sanity = result.sanity
     if sanity is None:
         return
-    stdout.print("\n[bold]answers[/bold]")
+    stdout.print(marked("\n[bold]answers[/bold]"))
     if (compared := sanity.compared) is not None:
         agreement = compared.agreement
         stdout.print(
@@ -267,7 +265,7 @@ def _show_sanity(result: Validation) -> None:
     else:
         stdout.print(f"  {sanity.no_reference}", soft_wrap=True)
     for prompt, served in sanity.samples[:2]:
-        stdout.print(f"  …{prompt[-60:]!r} → {served!r}", markup=False, soft_wrap=True)
+        stdout.print(f"  …{prompt[-60:]!r} → {served!r}", soft_wrap=True)
 
 
 def _show_kv_integrity(result: Validation) -> None:
@@ -275,10 +273,8 @@ def _show_kv_integrity(result: Validation) -> None:
     if trial is None:
         return
     smoke = " — smoke only, says nothing about a GPU" if result.smoke else ""
-    stdout.print(
-        f"\n[bold]KV integrity[/bold], {trial.mode}: with the plug-in over without{smoke}; median and spread",
-        soft_wrap=True,
-    )
+    compared = f"{trial.mode}: with the plug-in over without{smoke}; median and spread"
+    stdout.print(marked("\n[bold]KV integrity[/bold], {compared}", compared=compared), soft_wrap=True)
     rows = table("at once", right=("tokens/s", "p95 between tokens", "p95 to first token"))
     for row in trial.overheads:
         ratios = (row.throughput, row.inter_token_p95, row.ttft_p95)

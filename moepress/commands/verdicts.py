@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-
-from moepress.commands.console import stdout, table
+from moepress.commands.console import marked, stdout, table
 
 if TYPE_CHECKING:
     from moepress.evaluate.choose import Settings
@@ -35,21 +33,22 @@ def show(result: Evaluated, settings: Settings) -> None:
         _show_scores(scores)
     stdout.print()
     for task, why in result.skipped.items():
-        stdout.print(f"[yellow]skipped[/yellow] [bold]{task}[/bold]: {why}", soft_wrap=True)
+        stdout.print(marked("[yellow]skipped[/yellow] [bold]{task}[/bold]: {why}", task=task, why=why), soft_wrap=True)
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in result.rows:
         if row.verdict != "ACCEPT":
             reasons.setdefault((row.verdict, row.task, row.why), []).append(row.metric)
     for (verdict, task, why), metrics in reasons.items():
         about = f" ({'; '.join(metrics[:3])}{f'; {len(metrics) - 3} more' if len(metrics) > 3 else ''})"
-        stdout.print(f"{_WORDS[verdict]} [bold]{task}[/bold]{about}: {why}", soft_wrap=True)
+        line = f"{_WORDS[verdict]} [bold]{{task}}[/bold]{{about}}: {{why}}"
+        stdout.print(marked(line, task=task, about=about, why=why), soft_wrap=True)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in result.counts.items()) or "nothing was judged"
     asked, kept = result.requests["asked"], result.requests["from_cache"]
-    stdout.print(
-        f"[bold]{_WORDS[result.verdict]}[/bold]: {counts}, at {result.bounds.confidence:.0%} confidence; "
-        f"{asked:,} questions asked, {kept:,} answers kept from before",
-        soft_wrap=True,
+    summary = (
+        f"{counts}, at {result.bounds.confidence:.0%} confidence; "
+        f"{asked:,} questions asked, {kept:,} answers kept from before"
     )
+    stdout.print(marked(f"[bold]{_WORDS[result.verdict]}[/bold]: {{summary}}", summary=summary), soft_wrap=True)
 
 
 def _show_fidelity(result: Evaluated) -> None:
@@ -75,7 +74,7 @@ def _show_fidelity(result: Evaluated) -> None:
             f"{domain['top1_agreement']:.1%} ±{_half(domain['top1_interval']):.1%}",
             f"{domain['source_perplexity']:.2f}",
             f"{domain['candidate_perplexity']:.2f}",
-            _MARKS[worst],
+            marked(_MARKS[worst]),
         )
     stdout.print(rows)
     stdout.print("KL in nats a token, ± half an interval", highlight=False)
@@ -98,7 +97,7 @@ def _worst(verdicts: list[Any]) -> str:
 
 def _show_drift(result: Evaluated, settings: Settings) -> None:
     drift = result.sections["drift"]
-    stdout.print(f"\n[bold]drift[/bold]: {drift['prompts']} greedy texts of up to {drift['tokens']} tokens")
+    stdout.print(marked(f"\n[bold]drift[/bold]: {drift['prompts']} greedy texts of up to {drift['tokens']} tokens"))
     steps = [step for step in (16, 64, 256, 1024) if step <= settings.drift_tokens]
     rows = table("source against", right=("parted", "half by", "same tokens", *(f"whole at {step}" for step in steps)))
     for name, curve in (("itself, again", drift["noise"]), ("pressed", drift["candidate"])):
@@ -113,13 +112,11 @@ def _show_drift(result: Evaluated, settings: Settings) -> None:
     stdout.print(rows)
     for row in result.rows:
         if row.task == "drift":
-            span = escape(f"[{row.interval.low:.4f}, {row.interval.high:.4f}]")
-            stdout.print(
-                f"divergence rate {row.candidate:.4f} a token, {row.interval.value:+.4f} {span} against its own, "
-                f"{row.bound:g} allowed {_MARKS[row.verdict]}",
-                highlight=False,
-                soft_wrap=True,
+            line = (
+                f"divergence rate {row.candidate:.4f} a token, {row.interval.value:+.4f} "
+                f"[{row.interval.low:.4f}, {row.interval.high:.4f}] against its own, {row.bound:g} allowed"
             )
+            stdout.print(marked(f"{{line}} {_MARKS[row.verdict]}", line=line), soft_wrap=True)
 
 
 def _at(curve: dict[str, Any], position: int) -> float:
@@ -165,10 +162,10 @@ def _show_scores(scores: list[Row]) -> None:
             f"{row.samples:,}",
             _figure(row.source, percent),
             _figure(row.candidate, percent),
-            f"{row.interval.value:+.1%} {escape(span)}",
+            f"{row.interval.value:+.1%} {span}",
             "" if row.test is None else f"{row.test.p:.3f}",
             *((f"{row.truncated[0]}, {row.truncated[1]}",) if cut else ()),
-            _MARKS[row.verdict],
+            marked(_MARKS[row.verdict]),
         )
     stdout.print(rows)
     if any(row.test is not None for row in scores):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepress.commands.console import duration, next_step, note, size, stdout
+from moepress.commands.console import duration, marked, next_step, note, quoted, size, stdout
 from moepress.commands.kept import keep
 from moepress.commands.options import AsJson, Threads, print_json
 from moepress.commands.progress import VerifyProgress
@@ -67,7 +67,7 @@ def verify(
     else:
         show(result)
         if not result.problems:
-            next_step(f"moepress report {out}")
+            next_step(f"moepress report {quoted(out)}")
         elif not (out / REPORT_NAME).exists():
             note(f"{out} holds no {REPORT_NAME}: convert did not finish it, or it is not what convert wrote")
     if result.problems:
@@ -76,12 +76,11 @@ def verify(
 
 def show(result: Verification) -> None:
     for problem in result.problems[:50]:
-        stdout.print(f"[red]✗[/red] {problem}", soft_wrap=True)
+        stdout.print(marked("[red]✗[/red] {problem}", problem=problem), soft_wrap=True)
     if len(result.problems) > 50:
         stdout.print(f"  … and {len(result.problems) - 50:,} more (all with --json)")
     for line in result.checked:
-        stdout.print(f"[green]✓[/green] {line}", soft_wrap=True)
+        stdout.print(marked("[green]✓[/green] {line}", line=line), soft_wrap=True)
     verdict = f"[red]{len(result.problems):,} problems[/red]" if result.problems else "[green]verified[/green]"
-    stdout.print(
-        f"[bold]{verdict}[/bold]: {result.tensors:,} tensors, {size(result.bytes)} in {duration(result.seconds)}"
-    )
+    figures = f"{result.tensors:,} tensors, {size(result.bytes)} in {duration(result.seconds)}"
+    stdout.print(marked(f"[bold]{verdict}[/bold]: {{figures}}", figures=figures))

@@ -10,6 +10,7 @@ A command that was not run leaves one line "not run" with the command. What coul
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +33,7 @@ class Gate:
 
 def gates(output: PressedOutput) -> list[Gate]:
     """All gates, in the order of the commands."""
-    out, source = output.folder, output.source_words
+    out, source = shlex.quote(str(output.folder)), shlex.quote(output.source_words)
     found = [*_limits(output), _verify(output)]
     found += _of_command(output, "validate", "loads, fits, is faster", f"moepress validate {out} --baseline {source}")
     found += _of_command(output, "evaluate", "tasks", f"moepress evaluate {out} --baseline {source}")
@@ -94,7 +95,8 @@ def _verify(output: PressedOutput) -> Gate:
     name = "every tensor re-read"
     found = output.found("verify")
     if found is None:
-        return Gate("verify", name, "not run", f"moepress verify {output.folder} --source {output.source_words}")
+        run = shlex.join(["moepress", "verify", str(output.folder), "--source", output.source_words])
+        return Gate("verify", name, "not run", run)
     if found["problems"]:
         return Gate("verify", name, "failed", f"{len(found['problems']):,} problems, first: {found['problems'][0]}")
     if found.get("source") is None:

@@ -6,6 +6,7 @@ page forbids itself every request by its own content security policy.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -157,8 +158,8 @@ def render(output: PressedOutput, figures: Contents) -> str:
         style=Markup(style),
         pictures={name: Markup(svg) for name, svg in pictures.items()},
         results=output.results,
-        out=str(output.folder),
-        src=output.source_words,
+        out=shlex.quote(str(output.folder)),
+        src=shlex.quote(output.source_words),
     )
 
 

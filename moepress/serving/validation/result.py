@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +56,16 @@ class Validation:
     def next(self) -> str:
         """The command to run now."""
         failed = {gate.name for gate in self.gates if gate.outcome.verdict == "failed"}
-        source = self.baseline or "SRC"
+        out, source = shlex.quote(str(self.output)), shlex.quote(str(self.baseline or "SRC"))
         if failed & {"loads"}:
-            return f"moepress verify {self.output} --source {source}"
+            return f"moepress verify {out} --source {source}"
         if failed & {"max_kl", "min_agreement", "max_loops"}:
-            return f"moepress fidelity {self.output} --source {source}"
+            return f"moepress fidelity {out} --source {source}"
         if any(name.startswith("max_gib") for name in failed):
-            return f"moepress inspect {self.output}"
+            return f"moepress inspect {out}"
         if failed:
-            return f"moepress validate {self.output} --baseline {source} --only speed,sanity --rounds 4"
-        return f"moepress evaluate {self.output} --baseline {source}"
+            return f"moepress validate {out} --baseline {source} --only speed,sanity --rounds 4"
+        return f"moepress evaluate {out} --baseline {source}"
 
     def as_json(self) -> dict[str, Any]:
         return {
