@@ -17,13 +17,13 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
-# progress bars and advice of the libraries are not what this script is about
+# Progress bars and advice of the libraries are not what this script is about. tqdm asks when it is imported, and torch imports it.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 logging.disable(logging.WARNING)
+
+import torch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tiny_kimi"

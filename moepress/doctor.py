@@ -150,7 +150,9 @@ def check_disk(folder: Path) -> Check:
         )
     text = f"{free / 2**30:,.0f} GiB free, writes {write / 1e9:.2f} GB/s, reads {read / 1e9:.2f} GB/s"
     if min(write, read) < SLOW_DISK:
-        return Check(name, "note", text, "a local NVMe disk; conversions will wait for this one")
+        return Check(
+            name, "note", text, "use a local NVMe disk if you can: with this one, conversions wait for the disk"
+        )
     return Check(name, "good", text)
 
 
@@ -179,7 +181,9 @@ def check_gpus() -> Check:
     if not torch.cuda.is_available():
         text = "none that torch sees: calibration runs on the processors, and the server's speed cannot be judged here"
         if not Path("/proc/driver/nvidia/version").exists():
-            return Check("GPUs", "note", text, "nothing, for rounding; for GPTQ of a large model a machine with a GPU")
+            return Check(
+                "GPUs", "note", text, "rounding needs none; for GPTQ on a large model, use a machine with a GPU"
+            )
         if torch.version.cuda is None:
             return Check("GPUs", "note", f"{text}; an NVIDIA driver is here", "pip install a CUDA build of torch")
         return Check("GPUs", "note", f"{text}; a driver is here", "nvidia-smi, CUDA_VISIBLE_DEVICES")
@@ -214,7 +218,7 @@ def check_tokenizers() -> Check:
     """Tokenizers that calibration of Kimi and DeepSeek needs beside transformers."""
     missing = [name for name in ("tiktoken", "sentencepiece") if importlib.util.find_spec(name) is None]
     if missing:
-        text = f"{', '.join(missing)} not installed: checkpoints whose tokenizer needs it cannot be calibrated"
+        text = f"{', '.join(missing)} not installed: a checkpoint whose tokenizer needs one cannot be calibrated"
         return Check("tokenizers", "note", text, f"pip install {' '.join(missing)}")
     return Check("tokenizers", "good", "tiktoken and sentencepiece are there")
 
