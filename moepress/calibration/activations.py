@@ -55,7 +55,7 @@ class Activations:
 
     @classmethod
     def elsewhere(cls, rows: torch.Tensor) -> Activations:
-        """Rows [n, …] that live in somebody else's memory and budget, only to be read."""
+        """Rows [n, …] that live in somebody else's memory and budget, or on a device."""
         return cls(tuple(rows.shape), rows.dtype, None, None, rows)
 
     @property
@@ -66,7 +66,7 @@ class Activations:
         return self.shape[0]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Rows start..stop−1 as a CPU tensor [stop − start, …]. Only to be read: in memory it is a view."""
+        """Rows start..stop−1, [stop − start, …], on the CPU unless they live elsewhere. Only to be read: in memory it is a view."""
         self._check(start, stop)
         if self._memory is not None:
             return self._memory[start:stop]
@@ -78,7 +78,7 @@ class Activations:
         """Replace rows from `start` on by `rows` [n, …], cast to the array's type, from any device."""
         self._check(start, start + len(rows))
         if self._memory is not None:
-            self._memory[start : start + len(rows)] = rows.to(device="cpu", dtype=self.dtype)
+            self._memory[start : start + len(rows)] = rows.to(device=self._memory.device, dtype=self.dtype)
             return
         self._transfer(os.pwritev, rows.to(device="cpu", dtype=self.dtype).contiguous(), start)
 

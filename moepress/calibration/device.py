@@ -55,6 +55,14 @@ def device_memory(device: str) -> int | None:
     return int(free * SHARE_OF_FREE)
 
 
+def stays_on_device(device: str, nbytes: int) -> bool:
+    """Whether that much may stay on a device through a layer, beside its block of experts: a quarter of what is free."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return nbytes <= torch.cuda.mem_get_info(device)[0] // 4
+    return kind != "cpu"
+
+
 def device_name(device: str) -> str:
     """What the device is, for a receipt: ``cpu``, or the GPU's name."""
     kind = torch.device(device).type

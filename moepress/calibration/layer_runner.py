@@ -23,6 +23,7 @@ counts, unless the process was started with MKL_CBWR=AUTO,STRICT (then 1 and N t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from moepress.calibration.activations import Activations, Scratch
 from moepress.calibration.decoder import CacheView, DecoderClasses
+from moepress.calibration.device import stays_on_device
 from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, TapInputs, experts_forward, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock, LayerNames, expect_experts, load_experts
 from moepress.calibration.memory import STORED_BYTES
@@ -303,7 +305,11 @@ class OpenLayer:
             routed: what that returned.
             weights: gives the experts' weights, asked for in ascending blocks; None = the source's.
         """
-        total = self._context.scratch.allocate(routed.x.shape, torch.float32)
+        device = self._context.settings.device
+        if stays_on_device(device, 4 * math.prod(routed.x.shape)):  # else they cross PCIe twice for every block
+            total = Activations.elsewhere(torch.zeros(routed.x.shape, device=device))
+        else:
+            total = self._context.scratch.allocate(routed.x.shape, torch.float32)
         for experts in self.expert_blocks():
             self._add_block(stream, routed, (weights or self.load_and_expect)(experts), total)
         self.add_total(stream, total)
@@ -317,7 +323,7 @@ class OpenLayer:
     def add_outputs(self, stream: Stream, start: int, stop: int, outputs: torch.Tensor) -> None:
         """Adds the experts' summed outputs [t, C] float32 to the hidden states of the samples start..stop−1."""
         hidden = stream.hidden.read(start, stop).to(torch.float32, copy=True)
-        hidden[stream.real(start, stop)] += outputs
+        hidden[stream.real(start, stop)] += outputs.to(hidden.device)
         stream.hidden.write(start, hidden)
 
     @torch.no_grad()
