@@ -100,7 +100,7 @@ class QuantizeError(MoepressError):
     """A tensor that cannot be quantized: NaN or inf in the source, an impossible shape."""
 
     usual_hint = (
-        "moepress inspect SRC shows what the source holds; with another source or recipe the same command goes on"
+        "moepress inspect SRC shows what the source holds; then run the command again with another source or recipe"
     )
 
 

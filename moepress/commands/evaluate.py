@@ -179,7 +179,7 @@ def evaluate(
                     finished=lambda _: stage.stop() if stage is not None else None,
                 )
         except KeyboardInterrupt:
-            note(f"stopped; the answers so far are kept in {folder}: the same command goes on from there")
+            note(f"stopped; the answers so far are kept in {folder}, and the same command resumes from there")
             raise typer.Exit(130) from None
     after = _next(result, out, baseline, _urls(url, baseline_url))
     found = {**result.as_json(), "next": after}

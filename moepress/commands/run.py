@@ -118,7 +118,7 @@ def run(
     else:
         show(journal, steps)
         if code:
-            note("what passed is kept; the same command goes on from there")
+            note("what passed is kept; the same command resumes from there")
         else:
             next_step(
                 f"moepress inspect {target.repo}"

@@ -12,7 +12,6 @@ refused: leaving it out would give other bytes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -24,6 +23,7 @@ from moepress.errors import PlanRefused
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.kv_contract import KvEmission
 from moepress.formats.same_model import config_differences
+from moepress.formats.sealed_json import content_digest
 from moepress.results import REPORT_NAME
 
 OPTION = "--same-kv-as"
@@ -55,7 +55,7 @@ class TakenScales:
     def digest(self) -> str:
         """SHA-256 of what decides bytes: part of the resume key."""
         scales = {str(index): dict(layer.scale) for index, layer in self.layers.items()}
-        return hashlib.sha256(json.dumps([self.emission, scales], sort_keys=True).encode()).hexdigest()
+        return content_digest([self.emission, scales])
 
 
 def take_scales(other: str | Path, checkpoint: Checkpoint) -> TakenScales:
