@@ -11,7 +11,8 @@ traceback of another kind, a hang, an allocation of what the file does not hold,
 passes are findings: the run goes on, prints each kind once with the case that shows it, and exits 1.
 
 Case n of seed s depends on (s, n) alone: ``--only n`` runs it by itself. Every finding became a named test
-(tests/formats/test_fuzz.py, tests/calibration/test_damaged_tokenizers.py, tests/faults/); the short runs of the test suite use the same generators.
+(tests/formats/test_fuzz.py, tests/calibration/test_damaged_tokenizers.py, tests/faults/); the short runs of the test suite
+use the same generators.
 
     wild          values and edits that break JSON documents and bytes
     bounded       one case within its time and memory
