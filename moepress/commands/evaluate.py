@@ -126,7 +126,7 @@ def evaluate(
     from moepress.evaluate.run import evaluate as run_evaluation
 
     if kv_dtype not in ("auto", "bf16", "fp8"):
-        raise PlanRefused(f"{kv_dtype!r} is none of auto, bf16, fp8", where="--kv-dtype")
+        raise PlanRefused(f"{kv_dtype!r} is not one of auto, bf16, fp8", where="--kv-dtype")
     bounds = recipe_of(out, recipe, overrides)
     folder = answers or out / ".moepress" / "evaluate"
     settings = Settings(

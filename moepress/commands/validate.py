@@ -106,9 +106,9 @@ def validate(
     from moepress.serving.validation.run import validate as run_validation
 
     if kv_dtype not in ("auto", "bf16", "fp8"):
-        raise PlanRefused(f"{kv_dtype!r} is none of auto, bf16, fp8", where="--kv-dtype")
+        raise PlanRefused(f"{kv_dtype!r} is not one of auto, bf16, fp8", where="--kv-dtype")
     if kv_integrity not in (None, "observe", "enforce", "strict"):
-        raise PlanRefused(f"{kv_integrity!r} is none of observe, enforce, strict", where="--kv-integrity")
+        raise PlanRefused(f"{kv_integrity!r} is not one of observe, enforce, strict", where="--kv-integrity")
     bounds, name, ours = _bounds(out, recipe, overrides)
     host = _host(sglang_python, container, cpu_lab=cpu_lab, needed=url is None)
     ranks = 1 if cpu_lab else tp or bounds.serving.tensor_parallel
