@@ -16,8 +16,10 @@ so weights are rounded from the last column and row to the first, each at its ai
 while this loss falls, as polish.py does with G = I: P = G' D H' for a block of columns is two products, and what moves
 inside a block is carried along as moves · G'.
 
-Against plain GPTQ the work grows by R²C/2 multiply-adds for rounding and by up to 2 R²C for each pass of polish, memory by
-3 · 4 R² bytes an expert at work. The loops run on the processor, wherever the tensors are.
+Against plain GPTQ the work grows by R²C/2 multiply-adds for rounding and by up to (2 + 128 / group size) R²C for each pass of
+polish, most of its time in loops over rows that wait for each other; memory by 3 · 4 R² bytes an expert at work. One thread,
+groups of 32, three passes: 15.0 s where plain GPTQ took 2.3 at [2048, 3584], 9.1 for 0.4 at [3584, 1024]. The loops run on
+the processor, wherever the tensors are.
 
 An expert whose H cannot be factored is rounded to nearest, as in gptq.py. A G that cannot be (all of it zero: nothing
 that this weight does reaches the model's output) is the identity.
