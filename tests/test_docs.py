@@ -1,7 +1,7 @@
-"""The README, the docs and the help texts: every command is one that the command line takes, and what can run here runs.
+"""The README, the docs and the help texts: every command is one that the command line takes.
 
-A command of a page stands in an indented block and begins with ``moepress``, ``make`` or ``python``. The ones of getting
-started run in their order on a tiny checkpoint, with its folders in the place of theirs.
+A command of a page stands in an indented block and begins with ``moepress``, ``make`` or ``python``. Here each is parsed;
+`test_docs_run` runs them, page by page, on tiny checkpoints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ import typer
 from moepress.cli import COMMANDS, app
 from moepress.commands.examples import EXAMPLES
 from moepress.recipe import load_recipe
-from tests.tiny_checkpoints import TinyCheckpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -122,35 +120,6 @@ def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "reference" / "errors.html").exists()
     assert not list((tmp_path / "site").rglob("*.py"))
-
-
-@pytest.mark.slow
-def test_getting_started_runs_as_it_is_written(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path) -> None:
-    """Every command of the page that needs no Hub and no server, in order, on a tiny GLM-5."""
-    models = "/models"
-    places = {
-        models: str(tmp_path),
-        f"{models}/GLM-5.2-FP8": str(tiny("glm5").folder),
-        f"{models}/GLM-5.2-INT4": str(tmp_path / "out"),
-    }
-    ran = []
-    for line in commands(ROOT / "docs" / "getting-started.md"):
-        words = [places.get(word, word) for word in shlex.split(line)]
-        if words[0] != "moepress" or words[1] in ("pull", "validate", "publish", "--install-completion"):
-            continue
-        if words[1] == "doctor":
-            words.append("--offline")
-        if "--recipe" in words:
-            words += ["--set", "serving.tensor_parallel=1"]
-        done = run("-m", "moepress.cli", *words[1:], cwd=tmp_path)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        ran.append(words[1])
-    assert [name for name in ran if name in ("inspect", "plan", "convert", "verify")] == [
-        "inspect",
-        "plan",
-        "convert",
-        "verify",
-    ]
 
 
 def test_every_command_is_in_the_reference_and_in_the_readme() -> None:
