@@ -306,7 +306,10 @@ def _not_for(evaluate: Mapping[str, Any] | None, validate: Mapping[str, Any] | N
     if validate is None:
         found.append("in production unchecked: no server has been seen loading these files")
     if not quantized:
-        return [*found, "with a decode server whose weights hold other KV scales: moepress verify --same-kv-as compares them"]
+        return [
+            *found,
+            "with a decode server whose weights hold other KV scales: moepress verify --same-kv-as compares them",
+        ]
     found.append("behind a service that gives the source model's name without saying that the weights are quantized")
     return found
 

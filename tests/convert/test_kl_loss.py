@@ -89,7 +89,7 @@ def test_the_plan_counts_the_backward_pass() -> None:
     assert label_draws(load_recipe("kimi-k2", ["calibration.samples=8", "calibration.length=64"]), 256) == 4
     one, other = operations(config, plain), operations(config, weighed)
     assert 2 < other.forward / one.forward < 3.5
-    assert 4 < other.gptq / one.gptq < 8
+    assert 2 < other.gptq / one.gptq < 4
     assert other.decoded == 2 * one.decoded
     memory = 1 << 40
     kept = calibration_cost(config, weighed, available=memory)

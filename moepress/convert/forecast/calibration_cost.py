@@ -9,8 +9,8 @@ K of them a token:
     decoding   the source once for each run
     with `calibration.loss: kl`, for d·T tokens (d: how often labels are drawn):
     backward   2·d·T·(4·dense parameters + 8/3·K·3·I·C) + 5 times a run's attention; the source decoded twice more
-    GPTQ       R²·C·(½ + 20·passes) more for each matrix: 2 to 6 a pass are there to do, in loops over rows that wait for
-               each other, which take that much longer than plain GPTQ's (measured at 2048 × 3584 and 3584 × 1024)
+    GPTQ       R²·C·(½ + 6·passes) more for each matrix: one a pass is there to do beside loops over rows that wait for
+               each other, as long as 6 of plain GPTQ's (9 measured at 2048 × 3584, 3 at 3584 × 1024)
 
 Rates are measured for about a second on this machine: a matrix product, GPTQ of one synthetic expert, decoding of real
 weights. They are those of an idle machine and of large matrices; small experts run slower, a shared machine slower still.
@@ -178,7 +178,7 @@ def operations(config: Mapping[str, Any], recipe: Recipe) -> Operations:
             2 * (4 * tokens * dense + 8 / 3 * routed) + 10 * tokens * calibration.length * heads * width * layers
         )
         each += sum(
-            rows**2 * columns * (0.5 + 20 * calibration.passes)
+            rows**2 * columns * (0.5 + 6 * calibration.passes)
             for rows, columns in ((2 * inner, hidden), (hidden, inner))
         )
         runs += 2
