@@ -51,9 +51,9 @@ def spread(source: Path, out: Path, family: str, *overrides: str, workers: Worke
     [
         ("kimi", ("output.shard_size=1MB",)),
         ("glm5", GPTQ),
-        ("kimi", ("weights.algorithm=awq+gptq", "weights.awq.norm=true", *SMALL)),
+        ("kimi", ("weights.algorithm=awq+gptq", "weights.awq.norm=true", "calibration.loss=kl", *SMALL)),
     ],
-    ids=["rtn", "gptq with carried top-k and MTP", "awq behind the norm and gptq"],
+    ids=["rtn", "gptq with carried top-k and MTP", "awq behind the norm and gptq by the predictions"],
 )
 def test_two_workers_on_two_nodes_give_the_bytes_of_one_process(
     family: str, overrides: tuple[str, ...], two_nodes: str, tmp_path: Path
