@@ -34,11 +34,11 @@ from benchmarks.measure import Cost, interleaved, machine, summary
 from moepress.calibration import checkpoint_weights
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
-from moepress.calibration.layer_runner import RunSettings
+from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.statistics import pooled_moments
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
-from moepress.convert.executor import InProcess
+from moepress.convert.in_process import InProcess
 from moepress.convert.plan import make_plan
 from moepress.convert.units import Pool
 from moepress.formats.checkpoint import TensorRef, open_checkpoint

@@ -32,8 +32,8 @@ from benchmarks.measure import machine
 from moepress.convert.press.kernel import press_fp8_rows
 from moepress.formats.fp8 import decode_band, encode_fp8_block
 from moepress.formats.int4 import pack_int4
-from moepress.quantize.grid import Grid
-from moepress.quantize.rtn import Scale, rtn_band, rtn_plain
+from moepress.quantize.grid import Grid, Scale
+from moepress.quantize.rtn import rtn_band, rtn_plain
 
 
 def contenders(weight: torch.Tensor, grid: Grid) -> dict[str, Callable[[], object]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from moepress.calibration.layer_runner import Stream
+from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.errors import VerifyFailed
 

@@ -45,7 +45,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moepress.calibration.decoder import CacheView
-from moepress.calibration.layer_runner import OpenLayer, Stream
+from moepress.calibration.layer_runner import OpenLayer
+from moepress.calibration.stream import Stream
 from moepress.errors import QuantizeError
 
 E4M3_MAX = 448.0

@@ -38,85 +38,13 @@ from moepress.calibration.decoder import CacheView, DecoderClasses
 from moepress.calibration.device import stays_on_device
 from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, TapInputs, experts_forward, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock, LayerNames, expect_experts, load_experts
-from moepress.calibration.memory import STORED_BYTES
+from moepress.calibration.run_settings import RunSettings
+from moepress.calibration.stream import Stream
 from moepress.calibration.weights import WeightSource
-from moepress.quantize.products import Precision, products_in
+from moepress.quantize.products import products_in
 
 ExpertWeights = Callable[[range], ExpertBlock]
 """Gives the weights of consecutive experts of the open layer: the source's, or quantized ones."""
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """How a forward pass uses the machine.
-
-    Attributes:
-        batch_size: samples per forward call. Part of the result's last bits, so part of a run's fingerprint.
-        device: where layers live and compute; activations stay in main memory or files.
-        dtype: what layers compute in. Statistics are float32 whatever this says.
-        products: what float32 layers multiply in (`quantize.products`).
-        expert_bytes: decoded experts held at once, in bytes of `dtype`; one expert is always held.
-    """
-
-    batch_size: int = 8
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    products: Precision = "float32"
-    expert_bytes: int = 4 << 30
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Most bytes that may be read ahead: a block of experts as it is stored, in BF16 at the most."""
-        return self.expert_bytes // self.dtype.itemsize * STORED_BYTES
-
-    def batches(self, samples: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of the batches that every pass over `samples` samples uses."""
-        for start in range(0, samples, self.batch_size):
-            yield start, min(start + self.batch_size, samples)
-
-    def on_device(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of activations, on the run's device and in its type."""
-        return rows.to(self.device, self.dtype)
-
-
-@dataclass
-class Stream:
-    """All samples of a run, between two layers.
-
-    Attributes:
-        hidden: [N, S, C] hidden states; what is in padding positions means nothing.
-        lengths: [N] int64, real tokens of each sample; the rest of its row is padding.
-        topk: [N, S, k] int32 indices carried from sparse attention's last indexer, where the family carries them.
-    """
-
-    hidden: Activations
-    lengths: torch.Tensor
-    topk: Activations | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Real tokens in all samples."""
-        return int(self.lengths.sum())
-
-    def first_token(self, sample: int) -> int:
-        """Index, among all real tokens, of a sample's first."""
-        return int(self.lengths[:sample].sum())
-
-    def real(self, start: int, stop: int) -> torch.Tensor:
-        """[stop − start, S] bool: which positions of these samples are tokens."""
-        return torch.arange(self.hidden.shape[1])[None, :] < self.lengths[start:stop, None]
-
-    def copied(self, scratch: Scratch) -> Stream:
-        """The same samples in memory or files of their own."""
-        return Stream(
-            self.hidden.copied(scratch), self.lengths, None if self.topk is None else self.topk.copied(scratch)
-        )
-
-    def release(self) -> None:
-        """Give the memory or the files back."""
-        self.hidden.release()
-        if self.topk is not None:
-            self.topk.release()
 
 
 @dataclass(frozen=True)

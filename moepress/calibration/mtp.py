@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from moepress.calibration.layer_fill import fill, on_meta
-from moepress.calibration.layer_runner import Stream
+from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel, embed_tokens
 
 

@@ -29,7 +29,8 @@ from torch.nn import functional
 from moepress.calibration.activations import Activations
 from moepress.calibration.expert_tap import ExpertOrder, RoutedTokens, TapInputs, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock
-from moepress.calibration.layer_runner import OpenLayer, Stream
+from moepress.calibration.layer_runner import OpenLayer
+from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.errors import QuantizeError
 from moepress.quantize.hessian import add_gram, all_finite, mirror

@@ -27,7 +27,9 @@ from moepress.calibration.activations import Scratch
 from moepress.calibration.decoder import decoder_classes, decoder_config, mtp_config
 from moepress.calibration.expert_tap import ExpertTap
 from moepress.calibration.layer_fill import fill, on_meta, settle_names
-from moepress.calibration.layer_runner import LayerContext, OpenLayer, RunSettings, Stream
+from moepress.calibration.layer_runner import LayerContext, OpenLayer
+from moepress.calibration.run_settings import RunSettings
+from moepress.calibration.stream import Stream
 from moepress.calibration.weights import WeightSource
 from moepress.errors import CheckpointError
 from moepress.formats.families import canonical_name, expert_count, identify_family, mtp_layers, text_config

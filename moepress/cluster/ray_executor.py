@@ -37,8 +37,9 @@ from moepress.formats.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from moepress.calibration.expert_tap import RoutedTokens
     from moepress.calibration.layer_fill import ExpertBlock
-    from moepress.calibration.layer_runner import OpenLayer, Stream
+    from moepress.calibration.layer_runner import OpenLayer
     from moepress.calibration.statistics import PooledMoments
+    from moepress.calibration.stream import Stream
     from moepress.convert.calibrated.expert_block import LayerInputs, PressedBlock
     from moepress.convert.kv.layer_scales import LayerScales
 

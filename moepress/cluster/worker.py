@@ -15,8 +15,9 @@ import torch
 from moepress.calibration.activations import Activations, Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.layer_fill import ExpertBlock
-from moepress.calibration.layer_runner import ExpertWeights, OpenLayer, Stream
+from moepress.calibration.layer_runner import ExpertWeights, OpenLayer
 from moepress.calibration.statistics import pooled_cross, pooled_panel
+from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.cluster.messages import (
     Sent,
@@ -32,7 +33,7 @@ from moepress.cluster.messages import (
 )
 from moepress.cluster.shard_worker import ShardWorker, WorkerStart
 from moepress.convert.calibrated.layers import read_back, run_settings
-from moepress.convert.executor import press_experts
+from moepress.convert.in_process import press_experts
 from moepress.convert.kv.layer_scales import LayerScales
 from moepress.convert.kv.scales import measure_layer
 from moepress.quantize.products import products_in

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from moepress.convert.arrivals import Arrivals
 from moepress.convert.calibrated.samples import calibration_samples
 from moepress.convert.course import course_of
-from moepress.convert.executor import Executor, Place, in_process
+from moepress.convert.executor import Executor, Place
 from moepress.convert.finish import finish
 from moepress.convert.forecast.estimate import check_disk
+from moepress.convert.in_process import in_process
 from moepress.convert.journal import Journal
 from moepress.convert.kv.plan import nothing_to_fold, reads_calibration_text
 from moepress.convert.kv.scales import KvScales

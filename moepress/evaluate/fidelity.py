@@ -19,7 +19,8 @@ import torch
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.divergence import Divergence, compare_streams
-from moepress.calibration.layer_runner import RunSettings, Stream
+from moepress.calibration.run_settings import RunSettings
+from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import Document, Tokenizer, load_tokenizer, make_samples
 from moepress.convert.layout import PROJECTIONS

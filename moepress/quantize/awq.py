@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from moepress.errors import QuantizeError
-from moepress.quantize.grid import Grid
-from moepress.quantize.rtn import Scale, rtn
+from moepress.quantize.grid import Grid, Scale
+from moepress.quantize.rtn import rtn
 
 ALPHAS = tuple(step / 20 for step in range(20))
 ROWS_MEASURED = 512

@@ -44,11 +44,11 @@ from moepress.quantize.gptq_batched import (
     scales_batched,
 )
 from moepress.quantize.gptq_kernel import round_block
-from moepress.quantize.grid import Grid, QuantizedWeight, usable_scales
+from moepress.quantize.grid import Grid, QuantizedWeight, Scale, usable_scales
 from moepress.quantize.polish import COMPILED, PLAIN, Moves, polish, refit_plain
 from moepress.quantize.products import exact_products
 from moepress.quantize.rounding_kernel import group_peaks, refuse_not_finite
-from moepress.quantize.rtn import Scale, measure, rtn
+from moepress.quantize.rtn import measure, rtn
 from moepress.quantize.scale_search import search_scales
 from moepress.quantize.side_by_side import side_by_side
 

@@ -22,9 +22,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moepress.quantize.grid import Grid, usable_scales
+from moepress.quantize.grid import Grid, Scale, usable_scales
 from moepress.quantize.rounding_kernel import refuse_not_finite
-from moepress.quantize.rtn import Scale
 from moepress.quantize.scale_search import search_scales_plain
 
 RoundBlock = Callable[

@@ -23,13 +23,16 @@ Codes are kept as int8, one code a byte, until they are packed. All of it is che
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moepress.errors import QuantizeError
 from moepress.quantize.fidelity import Fidelity
 
 if TYPE_CHECKING:
     import torch
+
+Scale = Literal["max", "mse"]
+"""How a group's scale is chosen: by its largest weight, or for the least squared error."""
 
 GROUP_SIZES = (32, 64, 128, -1)
 """Group sizes that servers have kernels for; −1 is one group per row."""

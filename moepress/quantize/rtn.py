@@ -19,14 +19,14 @@ one there.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 import torch
 
 from moepress.errors import QuantizeError
 from moepress.quantize.fidelity import Fidelity
-from moepress.quantize.grid import Grid, QuantizedWeight, dequantize, usable_scales
+from moepress.quantize.gptq_batched import scales_batched
+from moepress.quantize.grid import Grid, QuantizedWeight, Scale, dequantize, usable_scales
 from moepress.quantize.rounding_kernel import (
     Bf16Bits,
     Codes,
@@ -37,8 +37,6 @@ from moepress.quantize.rounding_kernel import (
     round_rows,
 )
 from moepress.quantize.scale_search import search_scales, search_scales_plain
-
-Scale = Literal["max", "mse"]
 
 
 def rtn_band(w: Floats, codes: Codes, scales: Bf16Bits, grid: Grid, scale: Scale = "max") -> tuple[float, float, float]:
@@ -104,8 +102,6 @@ def rtn(
             f"a weight is float32 [..., R, C], this one is {weight.dtype} {list(weight.shape)}", where="rtn"
         )
     if weight.device.type != "cpu":
-        from moepress.quantize.gptq_batched import scales_batched
-
         stacked = weight.reshape(-1, *weight.shape[-2:])
         ones = torch.ones(len(stacked), weight.shape[-1], device=weight.device)
         return rtn_plain(weight, grid, scales=scales_batched(stacked, ones, grid, scale))

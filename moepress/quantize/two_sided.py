@@ -37,9 +37,9 @@ from moepress.errors import QuantizeError
 from moepress.quantize.factor import DAMPENING_LADDER, Factor, Unfactorable, factorize
 from moepress.quantize.fidelity import Fidelity
 from moepress.quantize.gptq import GptqResult, Outcome, expert_scales
-from moepress.quantize.grid import Grid, QuantizedWeight
+from moepress.quantize.grid import Grid, QuantizedWeight, Scale
 from moepress.quantize.products import exact_products
-from moepress.quantize.rtn import Scale, measure, rtn
+from moepress.quantize.rtn import measure, rtn
 from moepress.quantize.side_by_side import side_by_side
 from moepress.quantize.two_sided_kernel import move_coupled, refit_coupled, round_tile
 

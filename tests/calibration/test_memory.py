@@ -50,7 +50,7 @@ RUN = """
 import hashlib, json, sys, zlib
 import torch
 from moepress.calibration.activations import Scratch
-from moepress.calibration.layer_runner import RunSettings
+from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.statistics import down_moments, gate_up_moments
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.formats.architecture import expected_weights

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moepress.calibration.activations import Scratch
-from moepress.calibration.layer_runner import RunSettings
 from moepress.calibration.output_fisher import OutputFisher, output_fishers
+from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.errors import QuantizeError
 

@@ -12,7 +12,7 @@ from moepress.calibration import statistics
 from moepress.calibration.activations import Scratch
 from moepress.calibration.expert_tap import RoutedTokens, expert_inner
 from moepress.calibration.layer_fill import ExpertBlock
-from moepress.calibration.layer_runner import RunSettings
+from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.statistics import InputMoments, down_moments, gate_up_moments, pooled_moments
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.errors import QuantizeError

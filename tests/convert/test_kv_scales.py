@@ -14,7 +14,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.kv_cache import LayerCache, measure_cache
-from moepress.calibration.layer_runner import RunSettings
+from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.errors import PlanRefused
 from moepress.formats.checkpoint import open_checkpoint

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import moepress.quantize.rtn as rtn_module
 from moepress.errors import QuantizeError
-from moepress.quantize.grid import ZERO_GROUP_SCALE, Grid, QuantizedWeight
-from moepress.quantize.rtn import Scale, rtn, rtn_band, rtn_plain
+from moepress.quantize.grid import ZERO_GROUP_SCALE, Grid, QuantizedWeight, Scale
+from moepress.quantize.rtn import rtn, rtn_band, rtn_plain
 
 SCALES: tuple[Scale, ...] = ("max", "mse")
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
-from moepress.calibration.layer_runner import RunSettings
+from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.serving.launch import CPU_LAB

@@ -35,9 +35,11 @@ from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.device import device_memory
 from moepress.calibration.expert_tap import RoutedTokens
 from moepress.calibration.layer_fill import ExpertBlock
-from moepress.calibration.layer_runner import OpenLayer, RunSettings, Stream
+from moepress.calibration.layer_runner import OpenLayer
 from moepress.calibration.mtp import mtp_stream
+from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.statistics import PooledMoments
+from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
 from moepress.calibration.weights import WeightSource

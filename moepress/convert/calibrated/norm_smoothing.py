@@ -27,8 +27,7 @@ from moepress.convert.layout import WeightPlan
 from moepress.errors import QuantizeError
 from moepress.quantize.awq import Smoothing, search_norm, smooth_norm
 from moepress.quantize.decision import Rescaled
-from moepress.quantize.grid import Grid
-from moepress.quantize.rtn import Scale
+from moepress.quantize.grid import Grid, Scale
 
 ROWS_MEASURED = 4096
 """Rows of all the layer's gate and up together that the search rounds for every candidate."""

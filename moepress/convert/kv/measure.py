@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
-from moepress.calibration.layer_runner import Stream
 from moepress.calibration.mtp import mtp_stream
+from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import CalibrationSet
 from moepress.convert.calibrated.layers import run_settings

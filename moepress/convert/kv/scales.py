@@ -36,7 +36,8 @@ from moepress.formats.writer import ShardWriter
 
 if TYPE_CHECKING:
     from moepress.calibration.kv_cache import LayerCache, StoredShare
-    from moepress.calibration.layer_runner import OpenLayer, Stream
+    from moepress.calibration.layer_runner import OpenLayer
+    from moepress.calibration.stream import Stream
     from moepress.convert.executor import Executor
 
 FOLDER = "kv"

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from moepress.calibration.activations import Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
-from moepress.calibration.layer_runner import RunSettings
+from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.errors import VerifyFailed
 from moepress.formats.checkpoint import Checkpoint
