@@ -125,11 +125,18 @@ def make_plan(
         decisions=decisions,
         shards=shards,
         side_files=checkpoint.side_files,
-        warnings=(*checkpoint.warnings, *_untried(recipe, contract)),
+        warnings=(*checkpoint.warnings, *_carried_experts(recipe, decisions), *_untried(recipe, contract)),
         calibration=calibration,
         kv=kv,
         key=_key(fingerprint, recipe, description, shards, calibration, kv),
     )
+
+
+def _carried_experts(recipe: Recipe, decisions: dict[str, Decision]) -> tuple[str, ...]:
+    """A recipe that quantizes, and a source in which that was done before: hours of copying that somebody may not want."""
+    if recipe.weights.algorithm == "keep" or any(decision.action == "quantize" for decision in decisions.values()):
+        return ()
+    return ("the experts are INT4 already: they are carried bit for bit, nothing is quantized and nothing gets smaller",)
 
 
 def _untried(recipe: Recipe, contract: Contract) -> tuple[str, ...]:

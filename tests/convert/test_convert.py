@@ -53,7 +53,8 @@ def test_every_family_converts_and_verifies(family: str, tmp_path: Path) -> None
 
 def test_experts_that_are_int4_already_are_kept_bit_for_bit(tmp_path: Path) -> None:
     source = build("kimi_k25", tmp_path / "src")
-    press(source.folder, tmp_path / "out", "kimi_k25")
+    plan = press(source.folder, tmp_path / "out", "kimi_k25").plan
+    assert [warning for warning in plan.warnings if "INT4 already" in warning], "nobody copies them unawares"
     output = tensors(tmp_path / "out")
     assert set(output) == set(source.tensors)
     packed = [name for name in output if name.endswith("weight_packed")]
