@@ -136,7 +136,9 @@ def _carried_experts(recipe: Recipe, decisions: dict[str, Decision]) -> tuple[st
     """A recipe that quantizes, and a source in which that was done before: hours of copying that somebody may not want."""
     if recipe.weights.algorithm == "keep" or any(decision.action == "quantize" for decision in decisions.values()):
         return ()
-    return ("the experts are INT4 already: they are carried bit for bit, nothing is quantized and nothing gets smaller",)
+    return (
+        "the experts are INT4 already: they are carried bit for bit, nothing is quantized and nothing gets smaller",
+    )
 
 
 def _untried(recipe: Recipe, contract: Contract) -> tuple[str, ...]:
