@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from moepress.cluster.ray_executor import RayExecutor, ray_workers
-from moepress.cluster.ray_start import Workers
+from moepress.cluster.ray_start import ENVIRONMENT, Workers
 from moepress.convert.run import convert
 from moepress.convert.watcher import Silent
 from moepress.errors import FormatError, PlanRefused
@@ -36,6 +36,7 @@ def two_nodes() -> Iterator[str]:
     """A Ray cluster of two nodes with one processor each, on this machine; its address."""
     from ray.cluster_utils import Cluster
 
+    os.environ |= ENVIRONMENT
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100_000_000})
     cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
     yield cluster.address

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from moepress.convert.plan import ConversionPlan
     from moepress.formats.checkpoint import Checkpoint
 
-PROCESS_BYTES = 700 << 20
+PROCESS_BYTES = 800 << 20
 """Python with torch, transformers and the compiled loops, before anything is loaded."""
 
 LABELS_PER_COLUMN = 8
