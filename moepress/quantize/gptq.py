@@ -25,8 +25,9 @@ An expert whose Hessian cannot be factored is rounded to nearest with searched s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +52,9 @@ from moepress.quantize.rounding_kernel import group_peaks, refuse_not_finite
 from moepress.quantize.rtn import measure, rtn
 from moepress.quantize.scale_search import search_scales
 from moepress.quantize.side_by_side import side_by_side
+
+Item = TypeVar("Item")
+Prepared = TypeVar("Prepared")
 
 _OUTER, _INNER = 256, 64
 
@@ -125,37 +129,70 @@ def gptq(
         QuantizeError: shapes or types that do not fit, NaN or infinity in ``weight`` (with counts, and which expert).
     """
     _check(weight, hessian, grid)
-    experts, rows, columns = weight.shape
     weight, hessian = weight.detach(), hessian.detach().contiguous()
     reference = weight if source is None else source.detach()
     if weight.device.type != "cpu":
         return _gptq_on_device(weight, hessian, grid, scale, passes, ladder, reference)
+    shared = made_exactly(lambda h: factorize(h, ladder), [hessian], 1)[0] if hessian.ndim == 2 else None
+
+    def prepare(e: int) -> tuple[torch.Tensor, Factor | Unfactorable]:
+        return (hessian, shared) if shared is not None else (hessian[e], factorize(hessian[e], ladder))
+
+    def quantize(
+        aim: torch.Tensor, prepared: tuple[torch.Tensor, Factor | Unfactorable], into: QuantizedWeight
+    ) -> Outcome:
+        return _quantize_expert(aim, *prepared, scale, passes, into)
+
+    return expert_by_expert(weight, reference, grid, prepare, quantize, threads)
+
+
+def expert_by_expert(
+    weight: torch.Tensor,
+    reference: torch.Tensor,
+    grid: Grid,
+    prepare: Callable[[int], Prepared],
+    quantize: Callable[[torch.Tensor, Prepared, QuantizedWeight], Outcome],
+    threads: int | None,
+) -> GptqResult:
+    """A stack of experts on the CPU, side by side, in bands of as many as run at once.
+
+    Args:
+        weight: float32 [E, R, C], what to aim at.
+        reference: float32 [E, R, C], what fidelity is measured against.
+        grid: bits and group size.
+        prepare: what an expert needs before it is quantized; with float32 products, since factorizations are made here.
+        quantize: one expert's aim [R, C] into the codes and scales that it is given.
+        threads: experts at once, torch's thread count when not given. Results do not depend on it.
+
+    Raises:
+        QuantizeError: what ``quantize`` raised, with the expert's place in the stack.
+    """
+    experts, rows, columns = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(experts, rows, grid.groups(columns), dtype=torch.bfloat16)
     at_once = threads or torch.get_num_threads()
 
-    def one(e: int, factor: Factor | Unfactorable) -> tuple[Outcome, Fidelity]:
-        own = hessian if hessian.ndim == 2 else hessian[e]
+    def one(e: int, prepared: Prepared) -> tuple[Outcome, Fidelity]:
         into = QuantizedWeight(codes[e], scales[e], grid, ())
         try:
-            outcome = _quantize_expert(weight[e].contiguous(), own, factor, scale, passes, into)
+            outcome = quantize(weight[e].contiguous(), prepared, into)
         except QuantizeError as error:
             raise QuantizeError(error.what, where=f"expert {e} of the stack", hint=error.hint) from error
         return outcome, measure(reference[e].contiguous(), codes[e], scales[e])
 
     done = []
-    shared = _factorized([hessian], ladder, 1) if hessian.ndim == 2 else []
     for first in range(0, experts, at_once):  # all of one kind of product at a time: the switch is the process's
         some = range(first, min(first + at_once, experts))
-        factors = shared * len(some) or _factorized([hessian[e] for e in some], ladder, at_once)
-        done += side_by_side(lambda each: one(*each), list(zip(some, factors, strict=True)), at_once)
+        prepared = made_exactly(prepare, some, at_once)
+        done += side_by_side(lambda each: one(*each), list(zip(some, prepared, strict=True)), at_once)
     fidelity = tuple(each for _, each in done)
     return GptqResult(QuantizedWeight(codes, scales, grid, fidelity), tuple(outcome for outcome, _ in done))
 
 
-def _factorized(hessians: Sequence[torch.Tensor], ladder: Sequence[float], threads: int) -> list[Factor | Unfactorable]:
+def made_exactly(make: Callable[[Item], Prepared], items: Sequence[Item], threads: int) -> list[Prepared]:
+    """`side_by_side` with float32 products: one BLAS thread each, so that the number of threads changes no bit."""
     with exact_products():
-        return side_by_side(lambda h: factorize(h, ladder), hessians, threads)
+        return side_by_side(make, items, threads)
 
 
 def _check(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> None:

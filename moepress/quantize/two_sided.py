@@ -35,12 +35,9 @@ import torch
 
 from moepress.errors import QuantizeError
 from moepress.quantize.factor import DAMPENING_LADDER, Factor, Unfactorable, factorize
-from moepress.quantize.fidelity import Fidelity
-from moepress.quantize.gptq import GptqResult, Outcome, expert_scales
+from moepress.quantize.gptq import GptqResult, Outcome, expert_by_expert, expert_scales, made_exactly
 from moepress.quantize.grid import Grid, QuantizedWeight, Scale
-from moepress.quantize.products import exact_products
-from moepress.quantize.rtn import measure, rtn
-from moepress.quantize.side_by_side import side_by_side
+from moepress.quantize.rtn import rtn
 from moepress.quantize.two_sided_kernel import move_coupled, refit_coupled, round_tile
 
 _TILE = 64
@@ -75,41 +72,23 @@ def gptq_two_sided(
         QuantizeError: shapes or types that do not fit, values that are not finite.
     """
     _check(weight, hessian, metric, grid)
-    device, columns = weight.device, weight.shape[2]
-    aims, hessian, metric = (tensor.detach().cpu() for tensor in (weight, hessian, metric))
+    device = weight.device
+    aims, hessian, metric = (tensor.detach().cpu().contiguous() for tensor in (weight, hessian, metric))
     reference = aims if source is None else source.detach().cpu()
-    codes = torch.empty(aims.shape, dtype=torch.int8)
-    scales = torch.empty(*aims.shape[:2], grid.groups(columns), dtype=torch.bfloat16)
-    at_once = threads or torch.get_num_threads()
+    columns = made_exactly(lambda h: factorize(h, ladder), [hessian], 1)[0] if hessian.ndim == 2 else None
+    rows = made_exactly(lambda g: _scaled_and_factored(g, ladder), [metric], 1)[0] if metric.ndim == 2 else None
 
-    def factors(e: int) -> _Sides:
-        return _Sides(
-            hessian if hessian.ndim == 2 else hessian[e].contiguous(),
-            shared_columns or factorize(hessian[e].contiguous(), ladder),
-            *(shared_rows or _scaled_and_factored(metric[e], ladder)),
-        )
+    def prepare(e: int) -> _Sides:
+        own = hessian if columns is not None else hessian[e]
+        return _Sides(own, columns or factorize(own, ladder), *(rows or _scaled_and_factored(metric[e], ladder)))
 
-    def one(e: int, sides: _Sides) -> tuple[Outcome, Fidelity]:
-        into = QuantizedWeight(codes[e], scales[e], grid, ())
-        try:
-            outcome = _quantize_expert(aims[e].contiguous(), sides, scale, passes, into)
-        except QuantizeError as error:
-            raise QuantizeError(error.what, where=f"expert {e} of the stack", hint=error.hint) from error
-        return outcome, measure(reference[e].contiguous(), codes[e], scales[e])
+    def quantize(aim: torch.Tensor, sides: _Sides, into: QuantizedWeight) -> Outcome:
+        return _quantize_expert(aim, sides, scale, passes, into)
 
-    with exact_products():
-        shared_columns = factorize(hessian.contiguous(), ladder) if hessian.ndim == 2 else None
-        shared_rows = _scaled_and_factored(metric, ladder) if metric.ndim == 2 else None
-    done = []
-    for first in range(0, len(aims), at_once):  # all of one kind of product at a time, as in gptq.py
-        some = range(first, min(first + at_once, len(aims)))
-        with exact_products():
-            sides = side_by_side(factors, some, at_once)
-        done += side_by_side(lambda each: one(*each), list(zip(some, sides, strict=True)), at_once)
-    fidelity = tuple(each for _, each in done)
-    return GptqResult(
-        QuantizedWeight(codes.to(device), scales.to(device), grid, fidelity), tuple(outcome for outcome, _ in done)
-    )
+    done = expert_by_expert(aims, reference, grid, prepare, quantize, threads)
+    made = done.weight
+    there = QuantizedWeight(made.codes.to(device), made.scales.to(device), grid, made.fidelity)
+    return GptqResult(there, done.outcomes)
 
 
 def _check(weight: torch.Tensor, hessian: torch.Tensor, metric: torch.Tensor, grid: Grid) -> None:
@@ -132,7 +111,7 @@ def _check(weight: torch.Tensor, hessian: torch.Tensor, metric: torch.Tensor, gr
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """What an expert is rounded by: H and G with a mean diagonal of 1, and their factors."""
+    """What an expert is rounded by: H, G with a mean diagonal of 1, and their factors."""
 
     hessian: torch.Tensor
     columns: Factor | Unfactorable
