@@ -10,11 +10,9 @@ within the bounds of `bounded`.
 
 from __future__ import annotations
 
-import atexit
 import json
 import random
 import shutil
-import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 from fuzz import damage, small
 from fuzz.bounded import Wrong
 from fuzz.expectation import expected, read
+from fuzz.scratch_folder import scratch_folder
 from fuzz.wild import edit_bytes, edit_tree, to_text
 from moepress.convert.finish import broken_limits
 from moepress.convert.run import convert
@@ -47,11 +46,9 @@ def recipe(kind: str) -> Recipe:
 
 @cache
 def place() -> Path:
-    """Where everything happens: in memory, where the machine has such a place. `outside` is what nobody may touch."""
-    shared = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(prefix="moepress-fuzz-", dir=shared if shared.is_dir() else None))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    (root / "outside").mkdir()
+    """Where everything happens. `outside` is what nobody may touch."""
+    root = scratch_folder() / "checkpoints"
+    (root / "outside").mkdir(parents=True)
     (root / "outside" / "secret.txt").write_text("nobody may touch this")
     return root
 

@@ -8,13 +8,11 @@ receipts   the table of weights' records, also from the one file of a published 
 
 from __future__ import annotations
 
-import atexit
 import copy
 import gzip
 import json
 import random
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import yaml
 
 from fuzz import small
 from fuzz.bounded import Wrong
+from fuzz.scratch_folder import scratch_folder
 from fuzz.wild import TEXTS, edit_bytes, edit_tree, to_text
 from moepress.convert.journal import STATE_FOLDER
 from moepress.convert.plan import check_parallel
@@ -43,15 +42,6 @@ BOMB = (
     + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
     + "name: *i\n"
 ).encode()
-
-
-@cache
-def _folder() -> Path:
-    """Where files are written: in memory, where the machine has such a place."""
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="moepress-fuzz-", dir=shared if shared.is_dir() else None))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def case(seed: int, number: int) -> tuple[str, bytes]:
@@ -107,8 +97,8 @@ def _text(raw: bytes) -> str:
     """As a local folder reads a text file."""
     from moepress.formats.sources import LocalFolder
 
-    (_folder() / "text").write_bytes(raw)
-    return LocalFolder(_folder()).read_text("text")
+    (scratch_folder() / "text").write_bytes(raw)
+    return LocalFolder(scratch_folder()).read_text("text")
 
 
 def _index(raw: bytes) -> str:
@@ -143,7 +133,7 @@ def _kimi() -> Any:
 
 
 def _recipe(raw: bytes) -> str:
-    path = _folder() / "recipe.yaml"
+    path = scratch_folder() / "recipe.yaml"
     path.write_bytes(raw)
     recipe = load_recipe(str(path))
     path.write_text(json.dumps(recipe.model_dump(mode="json")))
@@ -153,7 +143,7 @@ def _recipe(raw: bytes) -> str:
 
 
 def _receipts(raw: bytes) -> str:
-    out = _folder() / "out"
+    out = scratch_folder() / "out"
     shutil.rmtree(out, ignore_errors=True)
     receipts = out / STATE_FOLDER / "receipts"
     receipts.mkdir(parents=True)

@@ -7,18 +7,16 @@ that gives whole numbers for text, or one of our errors.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import json
 import random
 import shutil
-import tempfile
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from fuzz.bounded import Wrong
+from fuzz.scratch_folder import scratch_folder
 from fuzz.wild import TEXTS, edit_bytes, edit_tree, to_text
 from moepress.calibration.text import Document, load_tokenizer, make_samples
 from moepress.errors import CheckpointError
@@ -41,14 +39,6 @@ _WORDS = (
 )
 
 Case = dict[str, bytes]
-
-
-@cache
-def _folder() -> Path:
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="moepress-fuzz-", dir=shared if shared.is_dir() else None))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 @cache
@@ -152,7 +142,7 @@ def judge(files: Case) -> str:
         MoepressError: as it may.
         Wrong: ids that are none.
     """
-    folder = _folder() / "tokenizer"
+    folder = scratch_folder() / "tokenizer"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, raw in files.items():
