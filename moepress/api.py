@@ -155,7 +155,7 @@ def convert(
         source: a local checkpoint folder.
         out: a new or empty folder, or one that this conversion was begun in.
         recipe: from `load_recipe`, or a shipped recipe's name.
-        threads: pressing threads; all processors by default. Changes no byte.
+        threads: for pressing and calibration; all processors by default. Changes no byte.
         device: where layers and calibrated experts are computed: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         trust_remote_code: run the checkpoint's own Python code for its tokenizer; only calibration needs one.
         same_kv_as: another output of this model, whose KV scales are taken over instead of measuring any.

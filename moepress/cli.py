@@ -76,7 +76,7 @@ def _root(
 def main() -> None:
     """Entry point: errors of ours become one clear message and their exit code; never a traceback."""
     stopping.listen()
-    # Before torch loads MKL: matrix products give the same bits with any number of threads, so a calibrated conversion does too.
+    # Before torch loads MKL: matrix products give the same bits wherever their factors lie in memory.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     # Threads that wait for others sleep: spinning made a busy machine eight times slower, and an idle one no faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

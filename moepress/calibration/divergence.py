@@ -19,10 +19,9 @@ import torch
 from torch.nn import functional
 
 from moepress.calibration.stream import Stream
-from moepress.calibration.streamed_model import StreamedModel
+from moepress.calibration.streamed_model import ROWS, StreamedModel, heads_at_once
 from moepress.errors import VerifyFailed
-
-ROWS = 512
+from moepress.quantize.side_by_side import side_by_side
 
 
 @dataclass(frozen=True)
@@ -93,16 +92,21 @@ def compare_streams(
         token_ids: [N, S] int64.
     """
     sums = _Sums()
-    for sample in range(len(token_ids)):
-        length = int(source.lengths[sample])
-        ids = token_ids[sample, :length]
-        p_hidden = source.hidden.read(sample, sample + 1)[0, :length]
-        q_hidden = candidate.hidden.read(sample, sample + 1)[0, :length]
-        for start in range(0, length, ROWS):
-            rows = slice(start, min(start + ROWS, length))
-            sums.add(
-                _log_probs(p_hidden[rows], source_head), _log_probs(q_hidden[rows], candidate_head), ids[start + 1 :]
-            )
+
+    def one(part: tuple[int, slice]) -> _Sums:
+        sample, rows = part
+        p, q = (of.hidden.read(sample, sample + 1)[0, rows] for of in (source, candidate))
+        found, following = _Sums(), token_ids[sample, rows.start + 1 : int(source.lengths[sample])]
+        found.add(_log_probs(p, source_head), _log_probs(q, candidate_head), following)
+        return found
+
+    parts = [
+        (sample, slice(start, min(start + ROWS, length)))
+        for sample, length in enumerate(source.lengths.tolist())
+        for start in range(0, length, ROWS)
+    ]
+    for found in side_by_side(torch.no_grad()(one), parts, heads_at_once(source_head.device)):
+        sums.join(found)
     return sums.finished()
 
 
@@ -123,6 +127,12 @@ class _Sums:
         self.predicted += len(targets)
         self.source_loss -= float(log_p[: len(targets)].gather(1, targets).double().sum())
         self.candidate_loss -= float(log_q[: len(targets)].gather(1, targets).double().sum())
+
+    def join(self, other: _Sums) -> None:
+        """Adds what was found elsewhere."""
+        for name, value in vars(other).items():
+            own = getattr(self, name)
+            setattr(self, name, max(own, value) if name == "kl_max" else own + value)
 
     def finished(self) -> Divergence:
         tokens, predicted = max(self.tokens, 1), max(self.predicted, 1)

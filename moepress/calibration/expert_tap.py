@@ -21,7 +21,10 @@ experts are cut into blocks or the tokens into batches.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -29,28 +32,34 @@ from torch.nn import functional
 
 from moepress.calibration.activations import Activations, Scratch
 from moepress.calibration.layer_fill import ExpertBlock
+from moepress.quantize.side_by_side import in_windows, side_by_side, width_on
 
+WORTH_A_THREAD = 1 << 20
+"""Multiply-adds of one expert's batch from which on experts are computed side by side."""
+
+Made = TypeVar("Made")
 TapInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class ExpertTap(nn.Module):
-    """Stands in for a block's experts: remembers the inputs of one call, contributes nothing."""
+    """Stands in for a block's experts: remembers the inputs of each thread's last call, contributes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._inputs: TapInputs | None = None
+        self._calls = threading.local()
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        self._inputs = (hidden_states, top_k_index, top_k_weights)
+        self._calls.inputs = (hidden_states, top_k_index, top_k_weights)
         return torch.zeros_like(hidden_states)
 
     def take(self) -> TapInputs:
-        """(x [t, C], expert [t, K], weight [t, K]) of the call since the last `take`."""
-        if self._inputs is None:
+        """(x [t, C], expert [t, K], weight [t, K]) of this thread's call since its last `take`."""
+        taken: TapInputs | None = getattr(self._calls, "inputs", None)
+        if taken is None:
             raise RuntimeError("the block did not call its experts")
-        taken, self._inputs = self._inputs, None
+        self._calls.inputs = None
         return taken
 
 
@@ -155,8 +164,8 @@ def sort_by_expert(expert: torch.Tensor, num_experts: int) -> ExpertOrder:
 def experts_forward(inputs: TapInputs, order: ExpertOrder, block: ExpertBlock, out: torch.Tensor) -> None:
     """out += Σ over the block's experts of w · down(silu(gate(x)) · up(x)), for the tokens routed to them.
 
-    One sort for the whole batch, then one gather and three matrix products per expert; `experts_forward_plain` is the
-    twin that transformers' own loop follows.
+    One sort for the whole batch, then one gather and three matrix products per expert, as many experts side by side as
+    there are threads; `experts_forward_plain` is the twin that transformers' own loop follows.
 
     Args:
         inputs: (x [t, C], expert [t, K], weight [t, K] float32) on the block's device.
@@ -165,13 +174,38 @@ def experts_forward(inputs: TapInputs, order: ExpertOrder, block: ExpertBlock, o
         out: [t, C] float32, added to.
     """
     x, _, weight = inputs
-    for slot, expert in enumerate(block.experts):
-        tokens, slots = order.of(expert)
-        if len(tokens) == 0:
-            continue
+
+    def one(slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, slots = order.of(block.first + slot)
         inner = expert_inner(x[tokens].to(block.gate_up.dtype), block.gate_up[slot])
-        result = functional.linear(inner, block.down[slot]).float() * weight[tokens, slots, None]
-        out.index_add_(0, tokens, result)  # tokens are distinct: one addition per row, so no order to depend on
+        return tokens, functional.linear(inner, block.down[slot]).float() * weight[tokens, slots, None]
+
+    for made in each_expert(one, order, block):
+        add_rows(out, made)
+
+
+def each_expert(one: Callable[[int], Made], order: ExpertOrder, block: ExpertBlock) -> Iterator[Sequence[Made]]:
+    """``one(slot)`` of the block's experts that have tokens, side by side, in order; windows of as many as run at once."""
+    slots = [slot for slot, expert in enumerate(block.experts) if order.starts[expert] < order.starts[expert + 1]]
+    tokens = order.starts[block.experts.stop] - order.starts[block.first]
+    work = (
+        tokens * block.down[0].numel() // max(len(slots), 1)
+    )  # of one expert; what is tiny is done before a thread starts
+    at_once = width_on(block.down.device) if work >= WORTH_A_THREAD else 1
+    for some in in_windows(slots, at_once):
+        yield side_by_side(one, some, at_once)
+
+
+def add_rows(total: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """total[tokens] += rows for each (tokens, rows) in order. Tokens of a part are distinct: one addition per row and part,
+    so there is no other order to depend on."""
+
+    def band(columns: slice) -> None:
+        for tokens, rows in parts:
+            total[:, columns].index_add_(0, tokens, rows[:, columns])
+
+    wide = -(-total.shape[1] // len(parts))
+    side_by_side(band, [slice(first, first + wide) for first in range(0, total.shape[1], wide)], len(parts))
 
 
 def expert_inner(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:

@@ -36,9 +36,10 @@ where, is the runtime contract's question.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -120,6 +121,11 @@ class _Counts:
         self.wrong += float((store_e4m3(magnitude, scale) - magnitude).square_().sum(dtype=torch.float64))
         self.energy += float(magnitude.square().sum(dtype=torch.float64))
 
+    def add(self, other: _Counts) -> None:
+        """Adds what another call saw."""
+        for name in ("total", "clipped", "below", "wrong", "energy"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def share(self, scale: float) -> StoredShare:
         error = math.sqrt(self.wrong / self.energy) if self.energy else 0.0
         return StoredShare(scale, self.clipped / self.total, self.below / self.total, error)
@@ -129,45 +135,67 @@ class _SeenEnough(Exception):
     """Ends an attention call once its cache has been given what it stores: only the largest value was wanted."""
 
 
+@dataclass
+class _Call:
+    """One attention call: what is done to the values on their way to the cache, and what was seen of them.
+
+    Args:
+        real: [b, S] bool, which positions are tokens.
+        scales: cached tensor -> scale, to store the values as FP8; None = let them through as they are.
+        then_stop: end the call with `_SeenEnough` before attention itself, which nobody wants.
+
+    Attributes:
+        amax: cached tensor -> largest magnitude.
+        counts: cached tensor -> counts, at 1.0 where values were let through.
+    """
+
+    real: torch.Tensor
+    scales: Mapping[str, float] | None = None
+    then_stop: bool = False
+    amax: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, _Counts] = field(default_factory=dict)
+
+    def see(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """values [b, S, D] or [b, heads, S, D] -> the same, as stored."""
+        real = self.real.to(values.device)
+        seen = values.transpose(1, 2)[real] if values.dim() == 4 else values[real]
+        magnitude = seen.float().abs()
+        self.amax[name] = float(magnitude.max()) if magnitude.numel() else 0.0
+        counts = self.counts.setdefault(name, _Counts())
+        if self.scales is None:
+            counts.count(magnitude, 1.0)
+            return values
+        counts.count(magnitude, self.scales[name])
+        counts.compare(magnitude, self.scales[name])
+        return store_e4m3(values, self.scales[name])
+
+
 class CacheProbe:
-    """Stands where transformers' KV cache stands, for one attention call at a time.
+    """Stands where transformers' KV cache stands, for one attention call of a thread at a time.
 
     Args:
         layer: the decoder layer to watch; the probe hangs on it until `detach`.
         view: what the family's attention gives to its cache.
         rope_dim: MLA: columns of the rotated key; 0 otherwise.
-
-    Attributes:
-        amax: cached tensor -> largest magnitude seen so far.
-        seen: cached tensor -> counts at 1.0 of everything that was let through.
     """
 
     def __init__(self, layer: nn.Module, view: CacheView, rope_dim: int) -> None:
-        self.amax: dict[str, float] = {}
-        self.seen: dict[str, _Counts] = {}
         self._view = view
         self._rope_dim = rope_dim
-        self._real: torch.Tensor | None = None
-        self._then_stop = False
-        self._scales: Mapping[str, float] | None = None
-        self._counts: dict[str, _Counts] = {}
+        self._threads = threading.local()
         self._hook: RemovableHandle | None = None
         if view != "key_value":
             norm = layer.get_submodule("self_attn.kv_a_layernorm")
-            self._hook = norm.register_forward_hook(lambda _module, _inputs, output: self._pass("latent", output))
+            self._hook = norm.register_forward_hook(lambda _module, _inputs, output: self._see("latent", output))
 
-    def observe(self, real: torch.Tensor, *, then_stop: bool = False) -> None:
-        """Let the next call's values through as they are.
-
-        Args:
-            real: [b, S] bool, which positions are tokens.
-            then_stop: end the call with `_SeenEnough` before attention itself, which nobody wants.
-        """
-        self._real, self._scales, self._then_stop = real, None, then_stop
-
-    def store(self, real: torch.Tensor, scales: Mapping[str, float], counts: dict[str, _Counts]) -> None:
-        """Store the next call's values as FP8 at these scales, and count into `counts`."""
-        self._real, self._scales, self._counts, self._then_stop = real, scales, counts, False
+    @contextmanager
+    def watching(self, call: _Call) -> Iterator[None]:
+        """Attention that this thread calls in the block is that call."""
+        self._threads.call = call
+        try:
+            yield
+        finally:
+            self._threads.call = None
 
     def detach(self) -> None:
         """Leave the layer as it was."""
@@ -180,17 +208,17 @@ class CacheProbe:
         """transformers' cache interface: what attention would store, [b, heads, S, columns] each."""
         del layer_idx
         passed = self._store_both(first, second)
-        if self._then_stop:
+        if self._call.then_stop:
             raise _SeenEnough
         return passed
 
     def _store_both(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._view == "key_value":
-            return self._pass("k", first), self._pass("v", second)
+            return self._see("k", first), self._see("v", second)
         if self._view == "latent":  # the hook on the norm has seen the latent
-            return first, self._pass("k_pe", second)
+            return first, self._see("k_pe", second)
         nope = first.shape[-1] - self._rope_dim
-        rotated = self._pass("k_pe", first[:, :1, :, nope:])
+        rotated = self._see("k_pe", first[:, :1, :, nope:])
         return torch.cat([first[..., :nope], rotated.expand(-1, first.shape[1], -1, -1)], dim=-1), second
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
@@ -198,21 +226,15 @@ class CacheProbe:
         del layer_idx
         return keys
 
-    def _pass(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """values [b, S, D] or [b, heads, S, D] -> the same, as stored."""
-        if self._real is None:
-            raise RuntimeError("neither observe() nor store() was called")
-        real = self._real.to(values.device)
-        seen = values.transpose(1, 2)[real] if values.dim() == 4 else values[real]
-        magnitude = seen.float().abs()
-        self.amax[name] = max(self.amax.get(name, 0.0), float(magnitude.max()) if magnitude.numel() else 0.0)
-        if self._scales is None:
-            self.seen.setdefault(name, _Counts()).count(magnitude, 1.0)
-            return values
-        counts = self._counts.setdefault(name, _Counts())
-        counts.count(magnitude, self._scales[name])
-        counts.compare(magnitude, self._scales[name])
-        return store_e4m3(values, self._scales[name])
+    @property
+    def _call(self) -> _Call:
+        call: _Call | None = getattr(self._threads, "call", None)
+        if call is None:
+            raise RuntimeError("attention was called outside watching()")
+        return call
+
+    def _see(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        return self._call.see(name, values)
 
 
 Choose = Callable[[Mapping[str, float], Mapping[str, Mapping[str, StoredShare]]], Mapping[str, float]]
@@ -244,31 +266,42 @@ def measure_cache(
     """
     probe = CacheProbe(layer.module, layer.cache_view, layer.rope_dim)
     few = _Few(layer, stream, probe)
+    amax: dict[str, float] = {}
+    everything: dict[str, _Counts] = {}
+
+    @torch.no_grad()
+    def one(batch: tuple[int, int]) -> tuple[_Call, torch.Tensor | None]:
+        call = _Call(stream.real(*batch), then_stop=samples is not None and batch[0] >= samples)
+        with probe.watching(call), suppress(_SeenEnough):
+            return call, layer.attention(stream, *batch, probe)
+        return call, None
+
     try:
-        for start, stop in layer.batches(stream):
-            measured = samples is None or start < samples
-            probe.observe(stream.real(start, stop), then_stop=not measured)
-            with suppress(_SeenEnough):
-                few.keep(start, stop, layer.attention(stream, start, stop, probe))
-        for name, largest in probe.amax.items():
+        for batch, (call, exact) in layer.side_by_side(one, layer.dense_batches(stream), products="float32"):
+            if exact is not None:
+                few.keep(batch, exact)
+            for name, largest in call.amax.items():
+                amax[name] = max(amax.get(name, 0.0), largest)
+                everything.setdefault(name, _Counts()).add(call.counts[name])
+        for name, largest in amax.items():
             if not 0 < largest < math.inf:
                 raise QuantizeError(
                     f"layer {layer.index}: the largest cached value of {name} is {largest}",
                     hint="--set kv_cache.scales=none converts without KV scales",
                 )
-        for candidate, scales in candidate_scales(probe.amax, headroom).items():
+        for candidate, scales in candidate_scales(amax, headroom).items():
             if candidates is None or candidate in candidates:
                 few.store(candidate, scales)
         if choose is not None:
-            few.store("chosen", choose(probe.amax, few.shares))
+            few.store("chosen", choose(amax, few.shares))
     finally:
         probe.detach()
-    for name, seen in probe.seen.items():  # what clips at 1.0 may be rare: counted over everything
+    for name, seen in everything.items():  # what clips at 1.0 may be rare: counted over everything
         everywhere, unit = seen.share(1.0), few.shares.get("unit", {})
         if name not in unit:
             continue
         unit[name] = replace(unit[name], clipped=everywhere.clipped, below_normal=everywhere.below_normal)
-    return LayerCache(layer.index, dict(probe.amax), few.shares, few.errors)
+    return LayerCache(layer.index, amax, few.shares, few.errors)
 
 
 class _Few:
@@ -278,11 +311,11 @@ class _Few:
         self.shares: dict[str, dict[str, StoredShare]] = {}
         self.errors: dict[str, float] = {}
         self._layer, self._stream, self._probe = layer, stream, probe
-        self._exact: list[tuple[int, int, torch.Tensor]] = []
+        self._exact: dict[tuple[int, int], torch.Tensor] = {}
 
-    def keep(self, start: int, stop: int, exact: torch.Tensor) -> None:
+    def keep(self, batch: tuple[int, int], exact: torch.Tensor) -> None:
         """A batch and its exact output [n, S, C]."""
-        self._exact.append((start, stop, exact))
+        self._exact[batch] = exact
 
     def store(self, candidate: str, scales: Mapping[str, float]) -> None:
         """Runs attention with everything stored at these scales; scales measured before are not run again."""
@@ -292,12 +325,21 @@ class _Few:
                 return
         counts: dict[str, _Counts] = {}
         error = norm = 0.0
-        for start, stop, exact in self._exact:
-            real = self._stream.real(start, stop).to(exact.device)
-            self._probe.store(real, scales, counts)
-            stored = self._layer.attention(self._stream, start, stop, self._probe)
-            error += float((stored[real] - exact[real]).double().square().sum())
-            norm += float(exact[real].double().square().sum())
+
+        @torch.no_grad()
+        def one(batch: tuple[int, int]) -> tuple[_Call, float, float]:
+            exact = self._exact[batch]
+            real = self._stream.real(*batch).to(exact.device)
+            call = _Call(real, scales)
+            with self._probe.watching(call):
+                stored = self._layer.attention(self._stream, *batch, self._probe)
+            wrong = float((stored[real] - exact[real]).double().square().sum())
+            return call, wrong, float(exact[real].double().square().sum())
+
+        for _, (call, wrong, energy) in self._layer.side_by_side(one, list(self._exact), products="float32"):
+            error, norm = error + wrong, norm + energy
+            for name, seen in call.counts.items():
+                counts.setdefault(name, _Counts()).add(seen)
         self.shares[candidate] = {name: counts[name].share(scale) for name, scale in scales.items()}
         self.errors[candidate] = math.sqrt(error / norm) if norm else 0.0
 

@@ -16,9 +16,9 @@ Masks, positions, rotary embeddings and the carried top-k indices are made as ea
 in transformers 5.17. Padding is always on the right: with causal attention real tokens never see it, so it needs no
 mask, and it never reaches the tap's tokens.
 
-What is reproducible: the same bytes from run to run for the same batch size, thread count and machine type; the result
-does not depend on the number of experts in a block. Matrix products of MKL may differ in their last bits between thread
-counts, unless the process was started with MKL_CBWR=AUTO,STRICT (then 1 and N threads agree, which a test shows).
+On a processor batches go through the dense part side by side, and experts through the other, each by one thread
+(`quantize.side_by_side`). So the bits are the same from run to run for the same batch size and machine type, whatever the
+number of threads, of workers, or of experts in a block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,7 +41,11 @@ from moepress.calibration.layer_fill import ExpertBlock, LayerNames, expect_expe
 from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.stream import Stream
 from moepress.calibration.weights import WeightSource
-from moepress.quantize.products import products_in
+from moepress.quantize.products import Precision, products_in
+from moepress.quantize.side_by_side import in_windows, side_by_side, width_on
+
+Batch = TypeVar("Batch")
+Made = TypeVar("Made")
 
 ExpertWeights = Callable[[range], ExpertBlock]
 """Gives the weights of consecutive experts of the open layer: the source's, or quantized ones."""
@@ -143,8 +147,29 @@ class OpenLayer:
         return int(getattr(self._context.config, "qk_rope_head_dim", 0))
 
     def batches(self, stream: Stream) -> Iterator[tuple[int, int]]:
-        """(start, stop) of the samples of each batch."""
+        """(start, stop) of the samples of each batch for the experts."""
         return self._context.settings.batches(len(stream.hidden))
+
+    def dense_batches(self, stream: Stream) -> list[tuple[int, int]]:
+        """(start, stop) of the samples of each batch for the dense part."""
+        return self._context.settings.dense_batches(len(stream.hidden), stream.hidden.shape[1])
+
+    def side_by_side(
+        self, work: Callable[[Batch], Made], batches: Sequence[Batch], *, products: Precision | None = None
+    ) -> Iterator[tuple[Batch, Made]]:
+        """Each batch and what ``work`` makes of it, in order; as many in work, or made and not taken, as may be at once.
+
+        Args:
+            products: what they multiply in; None = what the run does.
+        """
+        settings = self._context.settings
+        at_once = width_on(settings.device)
+        at_once = min(at_once, settings.dense_at_once or at_once)
+        _ = self.module  # filled before threads compute with it
+        for some in in_windows(batches, at_once):
+            with products_in(products or settings.products):
+                made = side_by_side(work, some, at_once)
+            yield from zip(some, made, strict=True)
 
     @torch.no_grad()
     def dense_part(self, stream: Stream) -> RoutedTokens | None:
@@ -155,8 +180,12 @@ class OpenLayer:
             then complete. The caller releases them.
         """
         routed = self.allocate_routed(stream)
-        for start, stop in self.batches(stream):
-            self.write_batch(stream, routed, start, self.dense_batch(*self.read_batch(stream, start, stop)))
+
+        def one(batch: tuple[int, int]) -> DenseBatch:
+            return self.dense_batch(*self.read_batch(stream, *batch))
+
+        for (start, _), made in self.side_by_side(one, self.dense_batches(stream)):
+            self.write_batch(stream, routed, start, made)
         return routed
 
     def read_batch(
@@ -169,6 +198,8 @@ class OpenLayer:
     @torch.no_grad()
     def dense_batch(self, hidden: torch.Tensor, real: torch.Tensor, topk: torch.Tensor | None) -> DenseBatch:
         """Everything but the routed experts, for one batch. Depends on nothing else, so batches may run anywhere.
+
+        Call it through `side_by_side`, for bits that no number of threads changes.
 
         Args:
             hidden: [n, S, C], the layer's inputs; only read.

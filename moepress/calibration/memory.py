@@ -4,13 +4,13 @@
         embedding:  V·C·4 + one batch                              first and last stage hold one [V, C] matrix
         layer:      dense part of the largest layer + its largest matrix once more in float32 (being decoded)
                     + block of experts + one expert in float32 + the next block, or layer, as it is stored
-                    + one batch at work
+                    + the batches at work
       + activations kept in memory (`scratch_memory_bytes`, or all of them when they are fewer)
       + statistics and quantization, which belong to the caller
 
     activations = N·S·C · (streams · b  +  b for the tapped x of one layer  +  4 for the routed sum); b: the run's type
 
-Only the batch term is a guess (widest intermediates of attention and the dense MLP, see `_batch_bytes`); everything
+Only the batch term is a guess (widest intermediates of attention and the dense MLP, see `_dense_bytes`); everything
 else is counted. No torch here: a plan must come at once.
 """
 
@@ -25,6 +25,7 @@ from moepress.formats.architecture import WeightSpec, expected_weights
 from moepress.formats.families import Component, identify_family, text_config
 
 FLOAT32 = 4
+DENSE_TOKENS = 2048
 STORED_BYTES = 2
 """Most bytes of a stored weight that is read ahead: BF16. Larger types are read ahead in part."""
 _OUTSIDE = (Component.EMBEDDING, Component.LM_HEAD, Component.VISION, Component.PROJECTOR)
@@ -39,7 +40,7 @@ class MemoryNeed:
         experts: the block of experts held at once, and one being decoded.
         ahead: what is read while that is computed: the next block of experts, or the next layer's dense part, as stored.
         vocabulary: the embedding or head, whichever is held; never at the same time as a layer.
-        batch: one batch of samples inside a layer.
+        batch: the batches of samples that are in work inside a layer.
         activations: all activations of the run together, in memory or in files.
     """
 
@@ -85,6 +86,7 @@ def memory_need(
     expert_bytes: int,
     streams: int = 1,
     dtype_bytes: int = FLOAT32,
+    dense_at_once: int = 1,
 ) -> MemoryNeed:
     """What a run will need.
 
@@ -94,6 +96,7 @@ def memory_need(
         batch_size, expert_bytes: as in ``RunSettings``.
         streams: runs side by side: 2 for error-aware targets (source and quantized).
         dtype_bytes: bytes of the type the layers compute in.
+        dense_at_once: as in ``RunSettings``.
     """
     text = text_config(identify_family(config), config)
     specs = [spec for spec in expected_weights(config) if spec.copy_of is None]
@@ -118,7 +121,10 @@ def memory_need(
             max(held * _stored_bytes(experts) // max(len(experts) // 3, 1), *map(_stored_bytes, layers.values())),
         ),
         vocabulary=int(text["vocab_size"]) * int(text["hidden_size"]) * FLOAT32,
-        batch=_batch_bytes(text, min(batch_size, samples) * length, dtype_bytes),
+        batch=max(
+            dense_at_once * _dense_bytes(text, dense_samples(batch_size, length) * length, dtype_bytes),
+            _routed_bytes(text, min(batch_size, samples) * length),
+        ),
         activations=hidden * (dtype_bytes * (streams + 1) + FLOAT32),
     )
 
@@ -133,7 +139,33 @@ def _layer_bytes(specs: list[WeightSpec], dtype_bytes: int) -> int:
     return sum(spec.numel for spec in specs) * dtype_bytes + max(spec.numel for spec in specs) * FLOAT32
 
 
-def _batch_bytes(text: Mapping[str, Any], tokens: int, dtype_bytes: int) -> int:
+def dense_samples(batch_size: int, length: int) -> int:
+    """Samples of a batch of the dense part: as few as give products of `DENSE_TOKENS` rows, since each thread holds one."""
+    return min(batch_size, max(1, DENSE_TOKENS // max(length, 1)))
+
+
+def dense_at_once(
+    config: Mapping[str, Any], *, batch_size: int, length: int, dtype_bytes: int, threads: int, available: int
+) -> int:
+    """How many batches go through the dense part at once: one a thread, while they take a quarter of the free memory.
+
+    Args:
+        config: the published ``config.json``.
+        batch_size, length, dtype_bytes: as in `memory_need`.
+        threads: on a processor; 1 on a device.
+        available: bytes of free memory.
+    """
+    text = text_config(identify_family(config), config)
+    each = _dense_bytes(text, dense_samples(batch_size, length) * length, dtype_bytes)
+    return max(1, min(threads, available // 4 // each))
+
+
+def _routed_bytes(text: Mapping[str, Any], tokens: int) -> int:
+    """The experts' inputs and outputs, what one window of experts adds, and their inner width."""
+    return tokens * (4 * int(text["hidden_size"]) + 3 * int(text.get("moe_intermediate_size") or 0)) * FLOAT32
+
+
+def _dense_bytes(text: Mapping[str, Any], tokens: int, dtype_bytes: int) -> int:
     """Hidden states a few times over, queries, keys and values, and the inner width of the MLP twice."""
     heads = int(text["num_attention_heads"])
     head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // heads)

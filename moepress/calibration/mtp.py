@@ -21,6 +21,7 @@ from torch import nn
 from moepress.calibration.layer_fill import fill, on_meta
 from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel, embed_tokens
+from moepress.quantize.side_by_side import side_by_side, width_on
 
 
 @torch.no_grad()
@@ -50,10 +51,14 @@ def mtp_stream(model: StreamedModel, index: int, token_ids: torch.Tensor, previo
     fill(projection, names, model.source, device=settings.device, dtype=settings.dtype)
     table = model.embedding()
     out = model.scratch.allocate((samples, length, hidden_size), settings.dtype)
-    for start, stop in settings.batches(samples):
-        embedded = settings.on_device(embed_tokens(following[start:stop], table))
-        hidden = settings.on_device(previous.hidden.read(start, stop)[:, :-1])
-        out.write(start, projection(torch.cat([enorm(embedded), hnorm(hidden)], dim=-1)))
+
+    @torch.no_grad()
+    def one(batch: tuple[int, int]) -> None:
+        embedded = settings.on_device(embed_tokens(following[slice(*batch)], table))
+        hidden = settings.on_device(previous.hidden.read(*batch)[:, :-1])
+        out.write(batch[0], projection(torch.cat([enorm(embedded), hnorm(hidden)], dim=-1)))
+
+    side_by_side(one, settings.dense_batches(samples, length), width_on(settings.device))
     return Stream(out, (previous.lengths - 1).clamp(min=0))
 
 

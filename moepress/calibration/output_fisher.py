@@ -14,8 +14,8 @@ A layer's routed experts come in blocks, so their part is summed first: every ex
 written out (`experts_gradient`); then one pass through the rest of the layer (attention, norms, router, shared experts) with
 what has come together. What a router does not choose has no gradient, as in training.
 
-Held at once: one layer, one block of experts, one batch with its graph. How experts are cut into blocks changes no bit. Labels are
-drawn by a generator of their own for every sample. There is no padding in calibration samples.
+Held at once: one layer, one block of experts, for each thread one batch with its graph. How experts are cut into blocks changes
+no bit. Labels are drawn by a generator of their own for every sample. There is no padding in calibration samples.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ import torch
 from torch.nn import functional
 
 from moepress.calibration.activations import Activations
-from moepress.calibration.expert_tap import ExpertOrder, RoutedTokens, TapInputs, sort_by_expert
+from moepress.calibration.expert_tap import ExpertOrder, RoutedTokens, TapInputs, add_rows, each_expert, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.calibration.layer_runner import OpenLayer
 from moepress.calibration.stream import Stream
-from moepress.calibration.streamed_model import StreamedModel
+from moepress.calibration.streamed_model import ROWS, StreamedModel, heads_at_once
 from moepress.errors import QuantizeError
-from moepress.quantize.hessian import add_gram, all_finite, mirror
+from moepress.quantize.hessian import add_gram, all_finite, mirror, panels
 from moepress.quantize.products import products_in
 from moepress.quantize.row_metric import swiglu_slopes
-
-ROWS = 512
+from moepress.quantize.side_by_side import in_windows, side_by_side, width_on
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ def _at_the_head(model: StreamedModel, stream: Stream, seed: int) -> Activations
     """δ of the last layer's output, [N, S, C] float32; `stream` as that layer left it."""
     gradient = model.scratch.allocate(stream.hidden.shape, torch.float32)
     head, norm = model.head(), model.final_norm()
-    for sample in range(len(stream.hidden)):
+
+    def one(sample: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed + sample)
         hidden = model.settings.on_device(stream.hidden.read(sample, sample + 1))[0]
         parts = []
@@ -106,7 +106,12 @@ def _at_the_head(model: StreamedModel, stream: Stream, seed: int) -> Activations
             drawn = torch.multinomial(p.cpu(), 1, generator=generator).to(p.device)
             towards = p.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=p.dtype))
             parts.append(torch.autograd.grad(normed, leaf, towards.to(head.dtype) @ head)[0].float())
-        gradient.write(sample, torch.cat(parts)[None])
+        return torch.cat(parts)[None]
+
+    at_once = heads_at_once(head.device)
+    for samples in in_windows(range(len(stream.hidden)), at_once):
+        for sample, made in zip(samples, side_by_side(one, samples, at_once), strict=True):
+            gradient.write(sample, made)
     return gradient
 
 
@@ -114,7 +119,12 @@ def _fisher(index: int, gradient: Activations, model: StreamedModel) -> OutputFi
     samples, length, hidden = gradient.shape
     total = torch.zeros(hidden, hidden, device=model.settings.device)
     for start, stop in model.settings.batches(samples):
-        add_gram(total, gradient.read(start, stop).reshape(-1, hidden).to(total.device))
+        rows = gradient.read(start, stop).reshape(-1, hidden).to(total.device)
+        side_by_side(
+            lambda panel, rows=rows: add_gram(total, rows, only=(panel,)),  # type: ignore[misc]
+            panels(hidden),
+            width_on(total.device),
+        )
     if not all_finite(total):
         raise QuantizeError(f"layer {index}: the gradient of its output is not finite", where="output_fishers")
     mirror(total)
@@ -129,10 +139,14 @@ def _through_layer(layer: OpenLayer, stream: Stream, gradient: Activations, mode
     if kept is not stream:
         kept.release()
     length = stream.hidden.shape[1]
-    for start, stop in layer.batches(stream):
-        rows = (start * length, stop * length)
-        towards = (gradient.read(start, stop), *(part.read(*rows) for part in through))
-        gradient.write(start, layer.dense_gradient(*layer.read_batch(stream, start, stop), towards))
+
+    def one(batch: tuple[int, int]) -> torch.Tensor:
+        rows = (batch[0] * length, batch[1] * length)
+        towards = (gradient.read(*batch), *(part.read(*rows) for part in through))
+        return layer.dense_gradient(*layer.read_batch(stream, *batch), towards)
+
+    for (start, _), made in layer.side_by_side(one, layer.dense_batches(stream)):
+        gradient.write(start, made)
     stream.release()
     for part in (*through, *([] if routed is None else [routed])):
         part.release()
@@ -178,13 +192,17 @@ def experts_gradient(
         by_weight: [t, K] float32, added to.
     """
     x, _, weight = inputs
-    for slot, expert in enumerate(block.experts):
-        tokens, slots = order.of(expert)
-        if len(tokens) == 0:
-            continue
+
+    def one(slot: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, slots = order.of(block.first + slot)
         gate_up, down = block.gate_up[slot], block.down[slot]
         gate, up = functional.linear(x[tokens].to(gate_up.dtype), gate_up).chunk(2, dim=-1)
         towards_inner = arriving[tokens].to(down.dtype) @ down
-        by_weight[tokens, slots] += (functional.silu(gate) * up * towards_inner).float().sum(-1)
+        through = (functional.silu(gate) * up * towards_inner).float().sum(-1)
         slopes = swiglu_slopes(gate, up) * (towards_inner * weight[tokens, slots, None].to(down.dtype)).repeat(1, 2)
-        by_x.index_add_(0, tokens, (slopes @ gate_up).float())  # tokens are distinct: no order to depend on
+        return tokens, slots, through, (slopes @ gate_up).float()
+
+    for made in each_expert(one, order, block):
+        for tokens, slots, through, _ in made:
+            by_weight[tokens, slots] += through
+        add_rows(by_x, [(tokens, rows) for tokens, _, _, rows in made])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moepress.calibration.memory import STORED_BYTES
+from moepress.calibration.memory import STORED_BYTES, dense_samples
 from moepress.quantize.products import Precision
 
 
@@ -16,11 +16,13 @@ class RunSettings:
     """How a forward pass uses the machine.
 
     Attributes:
-        batch_size: samples per forward call. Part of the result's last bits, so part of a run's fingerprint.
+        batch_size: samples whose tokens go through the experts together. Part of the result's last bits, so part of a run's
+            fingerprint.
         device: where layers live and compute; activations stay in main memory or files.
         dtype: what layers compute in. Statistics are float32 whatever this says.
         products: what float32 layers multiply in (`quantize.products`).
         expert_bytes: decoded experts held at once, in bytes of `dtype`; one expert is always held.
+        dense_at_once: batches of the dense part in work at once, on a processor; None = as many as threads. Changes no bit.
     """
 
     batch_size: int = 8
@@ -28,6 +30,7 @@ class RunSettings:
     dtype: torch.dtype = torch.float32
     products: Precision = "float32"
     expert_bytes: int = 4 << 30
+    dense_at_once: int | None = None
 
     @property
     def ahead_bytes(self) -> int:
@@ -38,6 +41,11 @@ class RunSettings:
         """(start, stop) of the batches that every pass over `samples` samples uses."""
         for start in range(0, samples, self.batch_size):
             yield start, min(start + self.batch_size, samples)
+
+    def dense_batches(self, samples: int, length: int) -> list[tuple[int, int]]:
+        """(start, stop) of the batches that go through the dense part of a layer: no larger than a thread needs them."""
+        size = dense_samples(self.batch_size, length)
+        return [(start, min(start + size, samples)) for start in range(0, samples, size)]
 
     def on_device(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of activations, on the run's device and in its type."""

@@ -17,17 +17,18 @@ sums are float32 too (`quantize.hessian`).
 Sums are left as sums: shrinking towards the layer's pooled moments and damping belong to ``quantize``.
 
 Order: tokens in chunks of `TOKENS_PER_CHUNK` by their index in the layer, within a chunk one matrix product per
-expert, chunks added in order. So the bytes do not depend on batches, on how experts are cut into blocks, or on how many
-workers share them. What is inside one matrix product belongs to the BLAS: MKL may split it differently for another
-number of threads, unless MKL_CBWR=AUTO,STRICT is set when the process starts.
+expert and panel, chunks added in order. On a processor one thread makes each product (`quantize.side_by_side`). So the bits do
+not depend on batches, on how experts are cut into blocks, or on how many workers or threads share them.
 
 Memory: [B, D, D] float32 for B experts, twice with cross terms: 205 MB for one expert of hidden size 7168.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch.nn import functional
@@ -37,6 +38,7 @@ from moepress.calibration.layer_fill import ExpertBlock
 from moepress.errors import QuantizeError
 from moepress.quantize.hessian import add_gram, add_product, all_finite, mirror, panels
 from moepress.quantize.row_metric import swiglu_slopes
+from moepress.quantize.side_by_side import side_by_side, width_on
 
 TOKENS_PER_CHUNK = 16384
 
@@ -96,8 +98,11 @@ def gate_up_moments(
         QuantizeError: inputs that are not finite.
     """
     sums = _Sums(experts, routed.x.shape[1], with_cross=source is not None, device=device)
-    for slot, ours, theirs, weight in _rows(routed, experts, source, device):
-        sums.add(slot, ours, theirs, weight if router_weighted else None)
+
+    def add(slot: int, rows: _Rows) -> None:
+        sums.add(slot, rows.ours, rows.theirs, rows.weight if router_weighted else None)
+
+    _for_each_expert(add, routed, experts, source, device)
     return sums.finished("gate and up")
 
 
@@ -124,12 +129,16 @@ def down_moments(
         QuantizeError: inputs that are not finite.
     """
     sums = _Sums(block.experts, block.down.shape[-1], with_cross=source_block is not None, device=device)
-    for slot, ours, theirs, weight in _rows(routed, block.experts, source, device):
-        inner = expert_inner(ours, block.gate_up[slot].to(ours.dtype))
+
+    def add(slot: int, rows: _Rows) -> None:
+        inner = expert_inner(rows.ours, block.gate_up[slot].to(rows.ours.dtype))
         target = None
         if source_block is not None:
-            target = expert_inner(ours if theirs is None else theirs, source_block.gate_up[slot].to(ours.dtype))
-        sums.add(slot, inner, target, weight if router_weighted else None)
+            theirs = rows.ours if rows.theirs is None else rows.theirs
+            target = expert_inner(theirs, source_block.gate_up[slot].to(theirs.dtype))
+        sums.add(slot, inner, target, rows.weight if router_weighted else None)
+
+    _for_each_expert(add, routed, block.experts, source, device)
     return sums.finished("down")
 
 
@@ -147,9 +156,12 @@ def slope_moments(routed: RoutedTokens, block: ExpertBlock) -> torch.Tensor:
     """
     width, device = 2 * block.down.shape[-1], str(block.down.device)
     total = torch.zeros(len(block.experts), width, width, device=device)
-    for slot, x, _, weight in _rows(routed, block.experts, None, device):
-        gate, up = functional.linear(x, block.gate_up[slot].to(x.dtype)).float().chunk(2, dim=-1)
-        add_gram(total[slot], swiglu_slopes(gate, up) * weight[:, None])
+
+    def add(slot: int, rows: _Rows) -> None:
+        gate, up = functional.linear(rows.ours, block.gate_up[slot].to(rows.ours.dtype)).float().chunk(2, dim=-1)
+        add_gram(total[slot], swiglu_slopes(gate, up) * rows.weight[:, None])
+
+    _for_each_expert(add, routed, block.experts, None, device)
     for slot, expert in enumerate(block.experts):
         mirror(total[slot])
         if not all_finite(total[slot]):
@@ -168,32 +180,23 @@ def pooled_moments(routed: RoutedTokens, *, source: RoutedTokens | None = None, 
     Raises:
         QuantizeError: inputs that are not finite.
     """
-    hidden = routed.x.shape[1]
-    gram = torch.zeros(hidden, hidden, device=device)
-    cross = None if source is None else torch.zeros_like(gram)
-    for start, stop in _chunks(len(routed)):
-        x = routed.inputs(start, stop).to(device)
-        add_gram(gram, x)
-        if cross is not None and source is not None:
-            _add_cross(cross, x, source.inputs(start, stop).to(device))
+    gram = _pooled_gram(routed, None, device)
+    cross = None if source is None else pooled_cross(routed, source, device=device)
     return finished_pool(len(routed), gram, cross)
 
 
-def pooled_panel(routed: RoutedTokens, first: int, *, device: str = "cpu") -> torch.Tensor:
-    """One panel of `pooled_moments`' gram, from its row and column ``first`` on: the same bits, made anywhere.
+def pooled_panels(routed: RoutedTokens, some: Sequence[int], *, device: str = "cpu") -> list[torch.Tensor]:
+    """Some panels of `pooled_moments`' gram, each from its row and column on: the same bits, made anywhere.
 
     Args:
-        first: of `quantize.hessian.panels`.
+        some: of `quantize.hessian.panels`.
 
     Returns:
-        float32 [rows of the panel, C − first], of which only what is on or above the diagonal counts.
+        Each float32 [rows of the panel, C − its first], of which only what is on or above the diagonal counts.
     """
-    hidden = routed.x.shape[1]
-    gram = torch.zeros(hidden, hidden, device=device)
-    for start, stop in _chunks(len(routed)):
-        add_gram(gram, routed.inputs(start, stop).to(device), only=(first,))
-    following = next((other for other in panels(hidden) if other > first), hidden)
-    return gram[first:following, first:].contiguous()
+    gram, hidden = _pooled_gram(routed, some, device), routed.x.shape[1]
+    ends = dict(pairwise([*panels(hidden), hidden]))
+    return [gram[first : ends[first], first:].contiguous() for first in some]
 
 
 def pooled_cross(routed: RoutedTokens, source: RoutedTokens, *, device: str = "cpu") -> torch.Tensor:
@@ -201,8 +204,20 @@ def pooled_cross(routed: RoutedTokens, source: RoutedTokens, *, device: str = "c
     hidden = routed.x.shape[1]
     cross = torch.zeros(hidden, hidden, device=device)
     for start, stop in _chunks(len(routed)):
-        _add_cross(cross, routed.inputs(start, stop).to(device), source.inputs(start, stop).to(device))
+        ours, theirs = (of.inputs(start, stop).to(device) for of in (routed, source))
+        difference = _difference(theirs, ours)
+        side_by_side(partial(add_product, cross, difference, ours), panels(hidden), width_on(device))
     return cross
+
+
+def _pooled_gram(routed: RoutedTokens, only: Sequence[int] | None, device: str) -> torch.Tensor:
+    hidden = routed.x.shape[1]
+    gram = torch.zeros(hidden, hidden, device=device)
+    wanted = panels(hidden) if only is None else only
+    for start, stop in _chunks(len(routed)):
+        x = routed.inputs(start, stop).to(device)
+        side_by_side(lambda panel, x=x: add_gram(gram, x, only=(panel,)), wanted, width_on(device))  # type: ignore[misc]
+    return gram
 
 
 def finished_pool(tokens: int, gram: torch.Tensor, cross: torch.Tensor | None) -> PooledMoments:
@@ -219,8 +234,9 @@ def finished_pool(tokens: int, gram: torch.Tensor, cross: torch.Tensor | None) -
     return PooledMoments(tokens, gram, cross)
 
 
-def _add_cross(cross: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    add_product(cross, (theirs.float() - ours.float()).to(ours.dtype), ours)
+def _difference(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    """x − x̃, of the type that products take."""
+    return (theirs.float() - ours.float()).to(ours.dtype)
 
 
 class _Sums:
@@ -242,7 +258,8 @@ class _Sums:
         if self._cross is not None and theirs is not None:
             difference = theirs.float() - ours.float()
             difference = difference if weight is None else difference * weight[:, None]
-            add_product(self._cross[slot], difference.to(ours.dtype), scaled)
+            for panel in panels(len(self._cross[slot])):
+                add_product(self._cross[slot], difference.to(ours.dtype), scaled, panel)
 
     def finished(self, what: str) -> InputMoments:
         """The sums, after a look for NaN and infinity."""
@@ -257,22 +274,33 @@ class _Sums:
         return InputMoments(self._experts, self._tokens, self._mass, self._gram, self._cross)
 
 
-def _rows(
-    routed: RoutedTokens, experts: range, source: RoutedTokens | None, device: str
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    """(slot, x̃ [n, C], x [n, C] or None, weight [n]) per expert and chunk, as they are stored, n > 0."""
+@dataclass(frozen=True)
+class _Rows:
+    """One expert's tokens of one chunk, as they are stored: x̃ [n, C], x [n, C] of the source run or None, weight [n]."""
+
+    ours: torch.Tensor
+    theirs: torch.Tensor | None
+    weight: torch.Tensor
+
+
+def _for_each_expert(
+    add: Callable[[int, _Rows], None], routed: RoutedTokens, experts: range, source: RoutedTokens | None, device: str
+) -> None:
+    """``add(slot, rows)`` of every expert that has tokens, chunk after chunk; on a processor experts side by side."""
     for start, stop in _chunks(len(routed)):
         x, expert, weight = routed.read(start, stop)
         order = sort_by_expert(expert, routed.num_experts)
         x = x.to(device)
         paired = None if source is None else source.inputs(start, stop).to(device)
-        for slot, index in enumerate(experts):
-            tokens, slots = order.of(index)
-            if len(tokens) == 0:
-                continue
-            on_device = tokens.to(device)
-            theirs = None if paired is None else paired[on_device]
-            yield slot, x[on_device], theirs, weight[tokens, slots].to(device)
+
+        def one(slot: int) -> None:
+            tokens, slots = order.of(experts[slot])  # noqa: B023 (done before the next chunk begins)
+            there = tokens.to(device)
+            theirs = None if paired is None else paired[there]  # noqa: B023
+            add(slot, _Rows(x[there], theirs, weight[tokens, slots].to(device)))  # noqa: B023
+
+        reached = [slot for slot, index in enumerate(experts) if len(order.of(index)[0])]
+        side_by_side(one, reached, width_on(device))
 
 
 def _chunks(tokens: int) -> Iterator[tuple[int, int]]:

@@ -55,7 +55,7 @@ def ray_workers(wish: Workers, checkpoint: Checkpoint, plan: ConversionPlan, out
         PlanRefused: the cluster cannot place the workers, or they do not see the files.
     """
     with placed_workers(wish, checkpoint, plan, out) as handles:
-        yield RayExecutor(handles, plan, out, gather=wish.gather)
+        yield RayExecutor(handles, plan, out, gather=wish.gather, threads=wish.threads)
 
 
 class RayExecutor:
@@ -65,11 +65,13 @@ class RayExecutor:
         workers: handles of `worker.Worker` actors; where nothing is calibrated, of `shard_worker.ShardWorker`.
         plan: of the conversion.
         out: the output folder.
-        gather: as in `Workers`.
+        gather, threads: as in `Workers`.
     """
 
-    def __init__(self, workers: list[Any], plan: ConversionPlan, out: Path, *, gather: Path | None = None) -> None:
-        self._workers, self._plan, self._out, self._gather = workers, plan, out, gather
+    def __init__(
+        self, workers: list[Any], plan: ConversionPlan, out: Path, *, gather: Path | None = None, threads: int = 1
+    ) -> None:
+        self._workers, self._plan, self._out, self._gather, self._threads = workers, plan, out, gather, threads
         self._shared_of: int | None = None
         self._shared: dict[int, tuple[Any, ...]] = {}
 
@@ -96,18 +98,22 @@ class RayExecutor:
 
     def dense(self, layer: OpenLayer, stream: Stream) -> RoutedTokens | None:
         from moepress.cluster.messages import receive_dense, send
+        from moepress.quantize.side_by_side import in_windows
 
         routed = layer.allocate_routed(stream)
 
-        def ask(worker: Any, batch: tuple[int, int]) -> Any:
-            hidden, real, topk = layer.read_batch(stream, *batch)
-            sent = (send(hidden), send(real), None if topk is None else send(topk))
+        def ask(worker: Any, batches: Sequence[tuple[int, int]]) -> Any:
+            read = [layer.read_batch(stream, *batch) for batch in batches]
+            sent = [(send(hidden), send(real), None if topk is None else send(topk)) for hidden, real, topk in read]
             return worker.dense.remote(layer.index, sent)
 
-        place = f"layer {layer.index}"
-        batches = list(layer.batches(stream))
-        for (start, _), made in in_order(self._workers, ask, batches, lambda b: f"{place}, samples {b[0]}..{b[1] - 1}"):
-            layer.write_batch(stream, routed, start, receive_dense(made))
+        def what(batches: Sequence[tuple[int, int]]) -> str:
+            return f"layer {layer.index}, samples {batches[0][0]}..{batches[-1][1] - 1}"
+
+        asked = list(in_windows(layer.dense_batches(stream), self._threads))
+        for batches, made in in_order(self._workers, ask, asked, what):
+            for (start, _), batch in zip(batches, made, strict=True):
+                layer.write_batch(stream, routed, start, receive_dense(batch))
         return routed
 
     def measure(self, layer: OpenLayer, stream: Stream) -> Callable[[], LayerScales]:
@@ -129,21 +135,22 @@ class RayExecutor:
         from moepress.calibration.statistics import finished_pool
         from moepress.cluster.messages import receive
         from moepress.quantize.hessian import panels
+        from moepress.quantize.side_by_side import in_windows
 
         mine = self._share(layer, ours)
         theirs = () if source is None else self._share(layer, source)
 
-        def ask(worker: Any, panel: int | None) -> Any:
-            return worker.pooled.remote(layer.index, panel, *mine, *(theirs if panel is None else ()))
+        def ask(worker: Any, some: Sequence[int]) -> Any:
+            return worker.pooled.remote(layer.index, some, *mine, *(() if some else theirs))
 
         hidden = ours.x.shape[1]
         gram, cross = torch.zeros(hidden, hidden), None
-        asked: list[int | None] = [*([] if source is None else [None]), *panels(hidden)]
-        for panel, made in in_order(self._workers, ask, asked, lambda _: f"layer {layer.index}, second moments"):
-            if panel is None:
-                cross = receive(made)
-            else:
-                rows = receive(made)
+        asked: list[Sequence[int]] = [*([] if source is None else [()]), *in_windows(panels(hidden), self._threads)]
+        for some, made in in_order(self._workers, ask, asked, lambda _: f"layer {layer.index}, second moments"):
+            received = [receive(each) for each in made]
+            if not some:
+                (cross,) = received
+            for panel, rows in zip(some, received if some else (), strict=True):
                 gram[panel : panel + len(rows), panel:] = rows
         return finished_pool(len(ours), gram, cross)
 

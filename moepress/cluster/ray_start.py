@@ -245,7 +245,7 @@ def _actor(*, calibrates: bool) -> Any:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """What must be set before a worker loads torch: the same sums for any number of threads, and threads that sleep."""
+    """What must be set before a worker loads torch: the same sums wherever factors lie in memory, and threads that sleep."""
     return {"MKL_CBWR": "AUTO,STRICT", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(threads)}
 
 

@@ -15,8 +15,8 @@ import torch
 from moepress.calibration.activations import Activations, Scratch
 from moepress.calibration.checkpoint_weights import CheckpointWeights
 from moepress.calibration.layer_fill import ExpertBlock
-from moepress.calibration.layer_runner import ExpertWeights, OpenLayer
-from moepress.calibration.statistics import pooled_cross, pooled_panel
+from moepress.calibration.layer_runner import DenseBatch, ExpertWeights, OpenLayer
+from moepress.calibration.statistics import pooled_cross, pooled_panels
 from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.cluster.messages import (
@@ -49,13 +49,16 @@ class Worker(ShardWorker):
         self._layer = ExitStack()
         self._open: OpenLayer | None = None
 
-    def dense(self, index: int, batch: SentBatch) -> SentDense:
-        """A layer's dense part for one batch of samples."""
-        hidden, real, topk = batch
-        with self._logged(f"layer {index} dense, {hidden.bits.shape[0]} samples"):
+    def dense(self, index: int, batches: Sequence[SentBatch]) -> list[SentDense]:
+        """A layer's dense part for some batches of samples, a thread each."""
+
+        def one(batch: SentBatch) -> DenseBatch:
+            hidden, real, topk = batch
+            return layer.dense_batch(receive(hidden), receive(real), None if topk is None else receive(topk))
+
+        with self._logged(f"layer {index} dense, {sum(len(hidden.bits) for hidden, _, _ in batches)} samples"):
             layer = self._layer_at(index)
-            made = layer.dense_batch(receive(hidden), receive(real), None if topk is None else receive(topk))
-            return send_dense(made)
+            return [send_dense(made) for _, made in layer.side_by_side(one, batches)]
 
     def press(self, index: int, experts: range, small: SentInputs, *tokens: Sent) -> SentBlock:
         """Quantizes a block of a layer's experts.
@@ -97,18 +100,19 @@ class Worker(ShardWorker):
             batches = [routed.read(first, last) for first, last in ranges]
             return [send(made) for made in layer.experts_batches(batches, weights)]
 
-    def pooled(self, index: int, panel: int | None, *tokens: Sent) -> Sent:
-        """A panel of the second moments of all of a layer's tokens, or (``panel`` None) their cross moments.
+    def pooled(self, index: int, panels: Sequence[int], *tokens: Sent) -> list[Sent]:
+        """Panels of the second moments of all of a layer's tokens, or (no ``panels``) their cross moments.
 
         Args:
             tokens: (x, expert, weight) of the run being quantized, and of the source run for cross moments; in shared memory.
         """
-        what = "cross moments" if panel is None else f"moments from {panel}"
+        what = f"moments from {panels[0]}" if panels else "cross moments"
         with self._logged(f"layer {index} {what}"), products_in(self.start.plan.recipe.calibration.precision):
             ours, device = routed_where_it_lies(tokens[:3], num_experts=0, norm=None), self.start.device
-            if panel is not None:
-                return send(pooled_panel(ours, panel, device=device))
-            return send(pooled_cross(ours, routed_where_it_lies(tokens[3:], num_experts=0, norm=None), device=device))
+            if panels:
+                return [send(made) for made in pooled_panels(ours, panels, device=device)]
+            theirs = routed_where_it_lies(tokens[3:], num_experts=0, norm=None)
+            return [send(pooled_cross(ours, theirs, device=device))]
 
     def measure(self, index: int, hidden: Sent, lengths: Sent, topk: Sent | None) -> LayerScales:
         """KV scales of a layer, whose inputs of all samples lie in shared memory."""

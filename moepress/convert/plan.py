@@ -26,7 +26,7 @@ from moepress.formats.sizes import tensor_parallel_problems
 from moepress.formats.storage import StoredWeight, resolve_storage
 from moepress.recipe import Recipe
 
-PRESS_VERSION = 3
+PRESS_VERSION = 4
 """Changes when the same recipe and source would press other bytes; then an old run cannot be resumed."""
 
 SHOWN_PROBLEMS = 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,7 @@ def convert(
     Args:
         source: a local checkpoint folder.
         out: a new or empty folder, or one that the same conversion was begun in.
-        threads: pressing threads; the machine's processors by default. Does not change a byte of the result.
+        threads: for pressing and calibration; the machine's processors by default. Does not change a byte of the result.
         trust_remote_code: run the Python code that a checkpoint brings for its tokenizer; only calibration needs one.
         watcher: is told about progress.
         place: where the work is done, for example by workers of a cluster; this process by default. Changes no byte.
@@ -114,10 +115,20 @@ def convert(
         kv = KvScales(plan, journal) if plan.kv.layers else None
         watcher.begin(plan, course_of(plan, done, kv.missing if kv is not None else ()))
         run = _Run(checkpoint, plan, journal, samples, executor, watcher, kv, arrivals, device)
-        run.press(todo, threads)
+        with _torch_threads(threads if samples is not None else None):
+            run.press(todo, threads)
         refuse_changes(checkpoint, state, journal, {shard.name for shard in plan.shards} - set(done))
         report = finish(checkpoint, plan, journal, kv)
     return Conversion(plan, out, report, time.monotonic() - started, resumed=len(done))
+
+
+def _torch_threads(threads: int | None) -> AbstractContextManager[None]:
+    """What a calibrated run computes with; without a number nothing is set, and torch not imported for it."""
+    if threads is None:
+        return nullcontext()
+    from moepress.quantize.side_by_side import at_most
+
+    return at_most(threads)
 
 
 @dataclass(frozen=True)

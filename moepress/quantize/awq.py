@@ -28,6 +28,7 @@ import torch
 from moepress.errors import QuantizeError
 from moepress.quantize.grid import Grid, Scale
 from moepress.quantize.rtn import rtn
+from moepress.quantize.side_by_side import side_by_side, width_on
 
 ALPHAS = tuple(step / 20 for step in range(20))
 ROWS_MEASURED = 512
@@ -170,7 +171,7 @@ def _search(
     magnitude: torch.Tensor, loss: Callable[[torch.Tensor], float], shape: Callable[[torch.Tensor], torch.Tensor]
 ) -> Smoothing:
     """The best α. ``shape`` makes scales of (m / sqrt(max m · min m))^α: inverts them, or rounds them."""
-    identity = loss(torch.ones_like(magnitude))
+    (identity,) = side_by_side(loss, [torch.ones_like(magnitude)])
     if not math.isfinite(identity):
         raise QuantizeError(
             f"the loss before any smoothing is {identity}: the calibration statistics or the weight are not finite",
@@ -179,9 +180,9 @@ def _search(
         )
     best = Smoothing(torch.ones_like(magnitude), 0.0, identity, identity, 0)
     not_finite = 0
-    for alpha in ALPHAS[1:]:
-        s = shape(candidate_scales(magnitude, alpha))
-        measured = loss(s)
+    candidates = [shape(candidate_scales(magnitude, alpha)) for alpha in ALPHAS[1:]]
+    losses = side_by_side(loss, candidates, width_on(magnitude.device))
+    for alpha, s, measured in zip(ALPHAS[1:], candidates, losses, strict=True):
         if not math.isfinite(measured):
             not_finite += 1
         elif measured < best.loss:

@@ -51,7 +51,7 @@ from moepress.quantize.products import exact_products
 from moepress.quantize.rounding_kernel import group_peaks, refuse_not_finite
 from moepress.quantize.rtn import measure, rtn
 from moepress.quantize.scale_search import search_scales
-from moepress.quantize.side_by_side import side_by_side
+from moepress.quantize.side_by_side import side_by_side, width
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -170,7 +170,7 @@ def expert_by_expert(
     experts, rows, columns = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(experts, rows, grid.groups(columns), dtype=torch.bfloat16)
-    at_once = threads or torch.get_num_threads()
+    at_once = threads or width()
 
     def one(e: int, prepared: Prepared) -> tuple[Outcome, Fidelity]:
         into = QuantizedWeight(codes[e], scales[e], grid, ())

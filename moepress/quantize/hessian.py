@@ -57,12 +57,17 @@ def add_gram(total: torch.Tensor, x: torch.Tensor, only: Sequence[int] | None = 
             rows.addmm_(x[:, first : first + _PANEL].t(), rest)
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += aᵀ b, float32 [C, C] and two of float32 or bfloat16 [n, C]; BF16 as in `add_gram`."""
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, panel: int) -> None:
+    """A panel of total += aᵀ b, float32 [C, C] and two of float32 or bfloat16 [n, C]; BF16 as in `add_gram`.
+
+    Args:
+        panel: one of `panels`.
+    """
+    rows, left = total[panel : panel + _PANEL], a[:, panel : panel + _PANEL]
     if a.dtype == torch.bfloat16 and a.is_cuda:
-        total += torch.mm(a.t(), b, out_dtype=torch.float32)
+        rows += torch.mm(left.t(), b, out_dtype=torch.float32)
     else:
-        total.addmm_(a.float().t(), b.float())
+        rows.addmm_(left.float().t(), b.float())
 
 
 def mirror(total: torch.Tensor) -> None:

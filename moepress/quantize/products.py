@@ -9,19 +9,27 @@ else: second moments stay positive semidefinite (those of the rounded inputs), a
 AMX does 3 to 4 times as many of them a second as of float32 products. Where the processor has neither AMX nor AVX512-BF16,
 and on a GPU, `mixed` is float32.
 
-torch has one switch for the process (oneDNN's), so it is only turned around work that is done before anything else starts.
-Factorizations stay in float32 (`exact_products`): rounding H after it was summed would cost it its definiteness.
+torch has one switch for the process (oneDNN's), so it is turned around work that is done before anything else starts; threads
+inside that work may ask for the same again. Factorizations stay in float32 (`exact_products`): rounding H after it was
+summed would cost it its definiteness.
 
-oneDNN gives the same bits with any number of threads (a test looks at it), as MKL does with MKL_CBWR=AUTO,STRICT.
+Neither oneDNN nor MKL gives the same bits with any number of threads: `side_by_side` is there for that.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+
+_lock = threading.Lock()
+_users = 0
+_alone = "none"
+"""What the switch said before anybody turned it."""
+_here = threading.local()
 
 Precision = Literal["mixed", "float32", "bfloat16"]
 
@@ -42,10 +50,24 @@ def exact_products() -> Iterator[None]:
 
 @contextmanager
 def _switched(to: str) -> Iterator[None]:
+    """The switch, which threads share: those that want the same may come and go, one that wants another must be alone."""
+    global _users, _alone
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = to
+    mine = getattr(_here, "depth", 0)
+    with _lock:
+        before = matmul.fp32_precision
+        if before != to and _users > mine:
+            raise RuntimeError(f"products in {to} while another thread multiplies in {before}")
+        if _users == 0:
+            _alone = before
+        matmul.fp32_precision = to
+        _users += 1
+    _here.depth = mine + 1
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        with _lock:
+            _users -= 1
+            _here.depth = mine
+            if _users == mine:  # nobody else is left who wants it
+                matmul.fp32_precision = before if mine else _alone

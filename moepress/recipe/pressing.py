@@ -72,7 +72,9 @@ class Calibration(Section):
     samples: int = Field(128, ge=1, description="samples")
     length: int = Field(512, ge=16, description="tokens a sample")
     seed: int = Field(0, description="order of documents and choice of windows")
-    batch_size: int = Field(8, ge=1, description="samples a forward call; part of the result's last bits")
+    batch_size: int = Field(
+        8, ge=1, description="samples that the experts get together; part of the result's last bits"
+    )
     precision: Literal["mixed", "float32", "bfloat16"] = Field(
         "mixed",
         description="what layers and Hessians multiply in; sums are float32 in all. mixed: float32, but factors of products "

@@ -184,5 +184,5 @@ def test_probe_leaves_the_layer_as_it_was(tmp_path: Path) -> None:
             measure_cache(layer, stream)
             assert torch.equal(layer.attention(stream, 0, 2), before)
             probe = CacheProbe(layer.module, layer.cache_view, layer.rope_dim)
-            with pytest.raises(RuntimeError, match="observe"):
+            with pytest.raises(RuntimeError, match="watching"):
                 layer.attention(stream, 0, 2, probe)

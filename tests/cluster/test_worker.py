@@ -55,9 +55,9 @@ def test_batches_may_be_asked_in_any_order(start: WorkerStart) -> None:
     real = torch.ones(2, 8, dtype=torch.bool)
     first, second = Worker(0, start), Worker(1, start)
     batches = [(send(hidden[i : i + 2]), send(real), None) for i in (0, 2)]
-    forwards = [first.dense(1, batch) for batch in batches]
-    second.dense(2, batches[0])
-    backwards = [second.dense(1, batch) for batch in reversed(batches)][::-1]
+    forwards = first.dense(1, batches)
+    second.dense(2, batches[:1])
+    backwards = [second.dense(1, [batch])[0] for batch in reversed(batches)][::-1]
     for one, other in zip(forwards, backwards, strict=True):
         a, b = receive_dense(one), receive_dense(other)
         assert torch.equal(a.hidden, b.hidden)
@@ -106,9 +106,9 @@ def test_second_moments_in_panels_are_those_made_at_once(start: WorkerStart) -> 
         whole = pooled_moments(routed, source=theirs)
     gram = torch.zeros(1100, 1100)
     for panel in panels(1100):
-        rows = receive(Worker(panel, start).pooled(0, panel, *ours))
+        rows = receive(Worker(panel, start).pooled(0, [panel], *ours)[0])
         gram[panel : panel + len(rows), panel:] = rows
-    cross = receive(Worker(0, start).pooled(0, None, *ours, *source))
+    cross = receive(Worker(0, start).pooled(0, [], *ours, *source)[0])
     parts = finished_pool(300, gram, cross)
     assert torch.equal(parts.gram, whole.gram)
     assert whole.cross is not None

@@ -62,7 +62,7 @@ def test_a_conversion_takes_between_two_fifths_and_all_of_the_memory_that_was_es
 def test_what_does_not_fit_is_spilled_or_told() -> None:
     config = json.loads((CONFIGS / "kimi_k2_instruct.json").read_text())
     recipe = load_recipe("kimi-k2", ["weights.algorithm=gptq", "calibration.samples=512", "calibration.length=2048"])
-    cost = calibration_cost(config, recipe, available=16 << 30)
+    cost = calibration_cost(config, recipe, available=12 << 30)
     assert cost.scratch == 512 * 2048 * 7168 * 4 * 4, "two runs, the tapped inputs, the routed sum"
     assert 10 << 30 < cost.memory < 32 << 30
     assert "more memory than is free" in "".join(cost.lines())

@@ -23,7 +23,6 @@ SEED, KILLS = 20261129, 5
 
 DRIVER = """
 import json, os, random, signal, sys, time
-os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as the command line does
 from pathlib import Path
 import torch
 import moepress.convert.calibrated.layers, transformers.models.deepseek_v3.modeling_deepseek_v3

@@ -30,7 +30,7 @@ from moepress.quantize.hessian import down_target, gate_up_target, shrink, shrin
 from moepress.quantize.products import products_in
 from moepress.quantize.row_metric import gate_up_metric
 from moepress.quantize.rtn import measure, rtn
-from moepress.quantize.side_by_side import side_by_side
+from moepress.quantize.side_by_side import side_by_side, width_on
 from moepress.quantize.two_sided import gptq_two_sided
 from moepress.recipe import Recipe
 
@@ -121,15 +121,17 @@ def _smooth(
     )
     gate_up, down = block.gate_up.clone(), torch.empty_like(block.down)
     inner = block.down.shape[-1]
-    alphas = {}
-    for slot, expert in enumerate(block.experts):
+
+    def one(slot: int) -> float:
         hessian = _mean(moments.gram[slot], float(moments.mass[slot]))
         tokens = int(moments.tokens[slot])
         hessian = shrink(hessian, down_target(hessian, tokens, 1.0), tokens)
         found = search_down(block.down[slot], hessian, grid, scale=recipe.weights.scale)
         gate_up[slot, inner:], down[slot] = smooth_up_down(block.gate_up[slot, inner:], block.down[slot], found.scales)
-        alphas[expert] = found.alpha
-    return ExpertBlock(block.first, gate_up, down), alphas
+        return found.alpha
+
+    alphas = side_by_side(one, range(len(block.experts)), width_on(block.down.device))
+    return ExpertBlock(block.first, gate_up, down), dict(zip(block.experts, alphas, strict=True))
 
 
 def _gate_up(
@@ -182,17 +184,22 @@ def _metric(block: ExpertBlock, inputs: LayerInputs, tokens_each: list[int]) -> 
     if inputs.fisher is None:
         return None
     fisher, slopes = inputs.fisher.to(block.down.device), slope_moments(inputs.ours, block)
-    return torch.stack(
-        [gate_up_metric(slopes[slot], tokens, block.down[slot], fisher) for slot, tokens in enumerate(tokens_each)]
-    )
+
+    def one(slot: int) -> None:  # in place of the slopes, which nobody needs any more
+        slopes[slot] = gate_up_metric(slopes[slot], tokens_each[slot], block.down[slot], fisher)
+
+    side_by_side(one, range(len(slopes)), width_on(block.down.device))
+    return slopes
 
 
 def _blend(moments: InputMoments, recipe: Recipe, target: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
     """Each expert's sum becomes its mean, in place, shrunk towards ``target(mean, tokens)`` unless it is trusted alone."""
-    for slot, tokens in enumerate(moments.tokens.tolist()):
-        own = _mean(moments.gram[slot], float(moments.mass[slot]))
-        trusted = _trusted(recipe, tokens)
-        moments.gram[slot] = own if trusted else shrink(own, target(own, tokens), tokens)
+
+    def one(slot: int) -> None:
+        own, tokens = _mean(moments.gram[slot], float(moments.mass[slot])), int(moments.tokens[slot])
+        moments.gram[slot] = own if _trusted(recipe, tokens) else shrink(own, target(own, tokens), tokens)
+
+    side_by_side(one, range(len(moments.tokens)), width_on(moments.gram.device))
 
 
 def _trusted(recipe: Recipe, tokens: int) -> bool:
@@ -265,7 +272,7 @@ def _aim(weight: torch.Tensor, moments: InputMoments) -> _Aim:
         target[slot] = aimed.weight
         return aimed.change
 
-    return _Aim(target, side_by_side(one, range(len(weight)), _threads(weight)))
+    return _Aim(target, side_by_side(one, range(len(weight)), width_on(weight.device)))
 
 
 def _aim_by_layer(weight: torch.Tensor, hessian: torch.Tensor, pooled: PooledMoments) -> _Aim:
@@ -281,11 +288,7 @@ def _aim_by_layer(weight: torch.Tensor, hessian: torch.Tensor, pooled: PooledMom
         torch.add(weight[slot], moved, out=target[slot])
         return float(moved.norm() / weight[slot].norm().clamp_min(1e-30))
 
-    return _Aim(target, side_by_side(one, range(len(weight)), _threads(weight)))
-
-
-def _threads(weight: torch.Tensor) -> int | None:
-    return None if weight.device.type == "cpu" else 1
+    return _Aim(target, side_by_side(one, range(len(weight)), width_on(weight.device)))
 
 
 def _round(weight: torch.Tensor, grid: Grid, recipe: Recipe) -> tuple[QuantizedWeight, list[dict[str, Any]]]:
@@ -299,14 +302,17 @@ def _measure_halves(
 ) -> None:
     """gate and up were one matrix on the way; each gets error figures of its own."""
     inner = block.down.shape[-1]
-    for slot, expert in enumerate(block.experts):
+
+    def one(slot: int) -> None:
         for projection, rows in (("gate_proj", slice(0, inner)), ("up_proj", slice(inner, 2 * inner))):
             fidelity = measure(
                 block.gate_up[slot, rows].contiguous(),
                 gate_up.codes[slot, rows].contiguous(),
                 gate_up.scales[slot, rows].contiguous(),
             )
-            records[expert, projection] |= fidelity.as_json()
+            records[block.first + slot, projection] |= fidelity.as_json()
+
+    side_by_side(one, range(len(block.experts)), width_on(block.gate_up.device))
 
 
 def _mean(total: torch.Tensor, mass: float) -> torch.Tensor:

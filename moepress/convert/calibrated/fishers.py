@@ -23,6 +23,7 @@ from moepress.convert.journal import Journal
 from moepress.errors import ConvertError
 from moepress.formats.atomic import atomic_file, write_all
 from moepress.quantize.row_metric import shrunk_fisher
+from moepress.quantize.side_by_side import one_blas_thread
 
 
 class LayerFishers:
@@ -56,7 +57,8 @@ class LayerFishers:
         times, seed = label_draws(self._recipe, model.config.hidden_size), self._recipe.calibration.seed
         for found in output_fishers(model, token_ids.repeat(times, 1), layers, seed=seed):
             content = io.BytesIO()
-            np.save(content, shrunk_fisher(found.fisher.cpu(), token_ids.numel()).numpy())
+            with one_blas_thread():
+                np.save(content, shrunk_fisher(found.fisher.cpu(), token_ids.numel()).numpy())
             path = self._path(found.layer)
             with atomic_file(path) as descriptor:
                 write_all(descriptor, content.getbuffer(), path)

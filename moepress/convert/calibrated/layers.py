@@ -36,6 +36,7 @@ from moepress.calibration.device import device_memory
 from moepress.calibration.expert_tap import RoutedTokens
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.calibration.layer_runner import OpenLayer
+from moepress.calibration.memory import available_memory, dense_at_once
 from moepress.calibration.mtp import mtp_stream
 from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.statistics import PooledMoments
@@ -61,6 +62,7 @@ from moepress.formats.families import expert_count, text_config
 from moepress.formats.int4 import unpack_int4
 from moepress.quantize.awq import smoothed_hessian
 from moepress.quantize.grid import Grid, dequantize
+from moepress.quantize.side_by_side import width_on
 
 
 @dataclass
@@ -288,6 +290,14 @@ def run_settings(checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = 
         dtype=dtype,
         products=precision,
         expert_bytes=held * dtype.itemsize // torch.float32.itemsize,
+        dense_at_once=dense_at_once(
+            checkpoint.config,
+            batch_size=recipe.calibration.batch_size,
+            length=recipe.calibration.length,
+            dtype_bytes=dtype.itemsize,
+            threads=width_on(device),
+            available=available_memory(),
+        ),
     )
 
 

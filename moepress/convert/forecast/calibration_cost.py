@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moepress.calibration.memory import FLOAT32, STORED_BYTES, MemoryNeed, memory_need
+from moepress.calibration.memory import FLOAT32, STORED_BYTES, MemoryNeed, dense_at_once, memory_need
 from moepress.convert.kv.plan import emission_for
 from moepress.formats.architecture import expected_weights
 from moepress.formats.families import Component, Family, expert_count, identify_family, text_config
@@ -126,6 +126,14 @@ def calibration_cost(config: Mapping[str, Any], recipe: Recipe, *, available: in
         batch_size=calibration.batch_size,
         expert_bytes=held,
         streams=_streams(identify_family(config), recipe),
+        dense_at_once=dense_at_once(
+            config,
+            batch_size=calibration.batch_size,
+            length=calibration.length,
+            dtype_bytes=FLOAT32,
+            threads=threads,
+            available=available,
+        ),
     )
     if recipe.weighs_predictions:  # the backward pass keeps what every layer was given
         kept = calibration.samples * calibration.length * label_draws(recipe, hidden) * hidden * FLOAT32
