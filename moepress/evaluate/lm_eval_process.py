@@ -117,9 +117,12 @@ def find_lm_eval(python: str | None = None) -> tuple[Path, str]:
     if found is None:
         raise EvaluateError("no such Python", where=named, hint=hint)
     code = "import transformers; from importlib.metadata import version; print(version('lm_eval'))"
-    asked = subprocess.run(
-        [found, "-I", "-c", code], capture_output=True, text=True, timeout=120, check=False, env=_environment(None)
-    )
+    try:
+        asked = subprocess.run(
+            [found, "-I", "-c", code], capture_output=True, text=True, timeout=300, check=False, env=_environment(None)
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EvaluateError("this Python did not import transformers within 300 s", where=found, hint=hint) from error
     if asked.returncode != 0:
         last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
         raise EvaluateError(f"lm-eval cannot be run: {last}", where=found, hint=hint)

@@ -20,8 +20,8 @@ from moepress.convert.run import convert
 from moepress.recipe import load_recipe
 from moepress.results import read_results
 from moepress.serving import keeper
-from moepress.serving.launch import sglang_launch
-from moepress.serving.sglang import free_port, start
+from moepress.serving.launch import Launch, sglang_launch
+from moepress.serving.sglang import start_anywhere
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracle, pytest.mark.timeout(1800)]
 
@@ -218,8 +218,11 @@ def test_a_server_that_cannot_start_for_another_reason_is_an_error(sglang_python
 
 def test_a_server_that_is_up_already(sglang_python: Path, pressed: Path, tmp_path: Path) -> None:
     """What it loaded cannot be proven, which is not the same as proven."""
-    launch = sglang_launch(sglang_python, pressed, port=free_port(), cpu_lab=True)
-    with start(launch, log=tmp_path / "server.log", timeout_s=800) as server:
+
+    def launch(port: int) -> Launch:
+        return sglang_launch(sglang_python, pressed, port=port, cpu_lab=True)
+
+    with start_anywhere(launch, log=tmp_path / "server.log", timeout_s=800) as server:
         run = validate(sglang_python, pressed, "--url", server.url, "--only", "loads,memory", "--strict", "--json")
         assert server.running, "it is not ours to stop"
     assert run.returncode == 1, run.stderr + run.stdout
