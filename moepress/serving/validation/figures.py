@@ -45,6 +45,11 @@ class Figure:
         return data
 
 
+def ratio(mine: Figure, theirs: Figure) -> Figure:
+    """Mine over theirs, round by round: what disturbed a round disturbed both sides of it."""
+    return Figure.of([one / other for one, other in zip(mine.runs, theirs.runs, strict=False)], "×")
+
+
 def gib(count: float) -> Figure:
     """Bytes as GiB."""
     return Figure(count / GIB, "GiB")
