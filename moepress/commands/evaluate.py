@@ -10,7 +10,7 @@ import typer
 from moepress.commands.console import next_step, note, quoted
 from moepress.commands.contestants import Model, Serving, contestants
 from moepress.commands.kept import keep, kept_recipe
-from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
+from moepress.commands.options import AsJson, Overrides, SglangPython, TrustRemoteCode, add_named_file, print_json
 from moepress.commands.progress import Bar
 from moepress.commands.verdicts import show
 from moepress.errors import MoepressError, PlanRefused
@@ -48,12 +48,7 @@ def evaluate(
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable that holds the servers' API key.")
     ] = None,
-    sglang_python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python)."
-        ),
-    ] = None,
+    sglang_python: SglangPython = None,
     container: Annotated[
         str | None, typer.Option(metavar="CMD", help="Command that starts a container with SGLang; see validate.")
     ] = None,
@@ -244,12 +239,12 @@ def _next(result: Evaluated, out: Path, baseline: str, urls: list[str]) -> str:
 
 
 def _named_files(words: list[str] | None, option: str) -> dict[str, Path]:
-    found = {}
+    found: dict[str, Path] = {}
     for word in words or ():
         name, separator, path = word.partition("=")
         if not separator or not name or not Path(path).is_file():
             raise MoepressError(f"{word!r} is not NAME=FILE with a file that is there", where=option)
-        found[name] = Path(path)
+        add_named_file(found, name, Path(path), option)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import marked, next_step, note, stdout
-from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
+from moepress.commands.options import AsJson, Overrides, SglangPython, TrustRemoteCode, print_json
 from moepress.errors import MoepressError
 
 if TYPE_CHECKING:
@@ -56,13 +56,7 @@ def serve(
     flags: Annotated[
         str, typer.Option(metavar="'--FLAG …'", help="More flags for every SGLang server, passed on unchanged.")
     ] = "",
-    sglang_python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python).",
-        ),
-    ] = None,
+    sglang_python: SglangPython = None,
     router_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python with sglang-router (default: the same).")
     ] = None,

@@ -11,7 +11,7 @@ import typer
 
 from moepress.commands.console import duration, marked, next_step, note, stdout, table
 from moepress.commands.kept import keep, kept_recipe
-from moepress.commands.options import AsJson, Overrides, print_json
+from moepress.commands.options import AsJson, Overrides, SglangPython, print_json
 from moepress.commands.progress import Bar
 from moepress.errors import PlanRefused
 from moepress.results import REPORT_NAME
@@ -31,13 +31,7 @@ def validate(
     baseline: Annotated[
         Path | None, typer.Option("--baseline", metavar="SRC", help="The checkpoint it was made from, to compare with.")
     ] = None,
-    sglang_python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python).",
-        ),
-    ] = None,
+    sglang_python: SglangPython = None,
     container: Annotated[
         str | None,
         typer.Option(

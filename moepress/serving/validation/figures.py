@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-GIB = 2**30
+from moepress.formats.sizes import GIB
 
 
 @dataclass(frozen=True)
