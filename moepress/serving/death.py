@@ -150,13 +150,21 @@ def explain(log: str) -> Death | None:
             if pattern.search(line):
                 return Death(cause, line[:500], hint)
     if raised:
-        return Death(Cause.OTHER, raised[0][:500], "read the log from the first traceback on")
+        return Death(Cause.OTHER, _with_its_code(raised[0], lines)[:500], "read the log from the first traceback on")
     for line in lines:
         if (found := _SIGNALLED.match(line)) and (status := int(found[1])) != _ASKED_TO_END:
             killed = status == -signal.SIGKILL
             hint = _KILLED_HINT if killed else "read the log before this line; a crash in a kernel leaves no traceback"
             return Death(Cause.KILLED if killed else Cause.CRASHED, line[:500], hint)
     return None
+
+
+def _with_its_code(line: str, lines: Sequence[str]) -> str:
+    """An exception that says nothing beside its name, with the line of code above it in the traceback."""
+    if ": " in line:
+        return line
+    above = [before for before in lines[: lines.index(line)] if before.strip("^~ ")]
+    return f"{line} at `{above[-1]}`" if above else line
 
 
 def last_lines(log: str, count: int = 5) -> str:

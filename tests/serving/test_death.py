@@ -111,6 +111,12 @@ def test_a_server_that_was_asked_to_end_has_died_of_nothing() -> None:
     assert explain("[x] Subprocess scheduler_0 (pid=5) crashed with exit code -15. Triggering SIGQUIT for ...") is None
 
 
+def test_an_exception_without_words_is_told_with_its_line_of_code() -> None:
+    death = explain('  File "x.py", line 205, in f\n    assert x1.is_cuda\n           ^^^^^^^^^^\nAssertionError\n')
+    assert death is not None
+    assert death.line == "AssertionError at `assert x1.is_cuda`"
+
+
 def test_the_last_lines_are_those_that_tell() -> None:
     log = "a\nb\n\n[x] kill_process_tree called: parent_pid=1\nnanobind: leaked 4 instances!\n - leaked instance 0x7f\n"
     assert last_lines(log, 2) == "    a\n    b"
