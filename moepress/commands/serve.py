@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import marked, next_step, note, stdout
-from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
+from moepress.commands.options import AsJson, Overrides, SglangPython, TrustRemoteCode, print_json
 from moepress.errors import MoepressError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address of the server, or of the decode server.")] = "127.0.0.1",
     prefill_host: Annotated[str | None, typer.Option(help="Address of the prefill server (default: --host).")] = None,
-    port: Annotated[int, typer.Option(help="Port for requests, of the server or the router.")] = 30000,
+    port: Annotated[int, typer.Option(help="Port for requests; a pair takes the three after it too.")] = 30000,
     mem_fraction: Annotated[
         float | None, typer.Option(min=0.05, max=1, help="Share of GPU memory for weights and KV cache.")
     ] = None,
@@ -56,13 +56,7 @@ def serve(
     flags: Annotated[
         str, typer.Option(metavar="'--FLAG …'", help="More flags for every SGLang server, passed on unchanged.")
     ] = "",
-    sglang_python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python).",
-        ),
-    ] = None,
+    sglang_python: SglangPython = None,
     router_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python with sglang-router (default: the same).")
     ] = None,
@@ -185,6 +179,7 @@ def _pair(
         router_python=pythons[1],
         kv_dtypes=kv_dtypes,
         options=options,
+        bootstrap_port=port + 3,
         cpu_lab=cpu_lab,
     )
 
