@@ -66,6 +66,27 @@ def test_batches_may_be_asked_in_any_order(start: WorkerStart) -> None:
         assert all(torch.equal(p, q) for p, q in zip(a.routed, b.routed, strict=True))
 
 
+def test_a_worker_with_threads_gives_what_one_without_does(start: WorkerStart) -> None:
+    """Batches and panels that are asked for together are computed side by side, one thread each."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 8, start.checkpoint.config["hidden_size"], generator=generator)
+    real = torch.ones(2, 8, dtype=torch.bool)
+    batches = [(send(hidden[i : i + 2]), send(real), None) for i in (0, 2, 4)]
+    tokens = tuple(
+        send(part) for part in (hidden.flatten(0, 1), torch.zeros(48, 1, dtype=torch.int32), torch.ones(48, 1))
+    )
+    before = torch.get_num_threads()
+    try:
+        alone, several = Worker(0, start), Worker(1, dataclasses.replace(start, threads=3))
+        for one, other in zip(alone.dense(1, batches), several.dense(1, batches), strict=True):
+            assert torch.equal(receive_dense(one).hidden, receive_dense(other).hidden)
+        for panels in ([0], []):
+            found = [worker.pooled(1, panels, *tokens, *tokens)[0] for worker in (alone, several)]
+            assert torch.equal(receive(found[0]), receive(found[1]))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.bool, torch.int64])
 def test_tensors_travel_bit_for_bit(dtype: torch.dtype) -> None:
     tensor = (torch.randn(3, 5, 2) * 9).to(dtype)
