@@ -160,6 +160,7 @@ def evaluate(
         request_timeout=request_timeout,
         trust_remote_code=trust_remote_code,
     )
+    _same_model(out, baseline)
     measurements = choose(out, settings, folder=folder / "lm-eval")
     source = Model("source", baseline, baseline_url, baseline_model)
     candidate = Model("candidate", str(out), url, model)
@@ -228,6 +229,15 @@ def recipe_of(out: Path, recipe: str | None, overrides: list[str] | None) -> Rec
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MoepressError(f"not a report of moepress convert: {error!r}", where=str(path)) from error
     return check_recipe(data, where=str(path), overrides=overrides or ())
+
+
+def _same_model(out: Path, baseline: str) -> None:
+    """Refuses another model's folder before a server is asked or booted; a name behind a URL cannot be looked into."""
+    from moepress.convert.made_from import refuse_two_models
+    from moepress.formats.checkpoint import open_checkpoint
+
+    if all((folder / "config.json").is_file() for folder in (out, Path(baseline))):
+        refuse_two_models(open_checkpoint(out), open_checkpoint(baseline), option="--baseline")
 
 
 def _urls(url: str | None, baseline_url: str | None) -> str:
