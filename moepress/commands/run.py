@@ -20,7 +20,7 @@ SKIPPABLE = ("validate", "evaluate", "publish")
 def run(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Shipped recipe or YAML file.")],
     source: Annotated[
-        str, typer.Option("--source", metavar="ID|DIR", help="org/name[@revision] on the Hub, or a folder.")
+        str, typer.Option("--source", metavar="ID|DIR", help="org/name or org/name@revision on the Hub, or a folder.")
     ],
     to: Annotated[
         str, typer.Option("--to", metavar="ID|DIR", help="org/name on the Hub, or a folder; then nothing is published.")
@@ -43,7 +43,9 @@ def run(
         str | None, typer.Option(metavar="PATH", help="Python with SGLang, for validate and evaluate.")
     ] = None,
     container: Annotated[str | None, typer.Option(metavar="CMD", help="Container with SGLang; see validate.")] = None,
-    cpu_lab: Annotated[bool, typer.Option("--cpu-lab", help="Without a GPU, for small models; see validate.")] = False,
+    cpu_lab: Annotated[
+        bool, typer.Option("--cpu-lab", metavar="", help="Without a GPU, for small models; see validate.")
+    ] = False,
     validate_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for validate.")] = "",
     evaluate_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for evaluate.")] = "",
     publish_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for publish.")] = "",
