@@ -14,7 +14,7 @@ from typing import Any
 
 from moepress.calibration.memory import available_memory
 from moepress.convert.forecast.calibration_cost import CalibrationCost, calibration_cost, timed
-from moepress.convert.forecast.estimate import DiskNeed, TimeEstimate, disk_need, estimate_time
+from moepress.convert.forecast.estimate import DiskNeed, TimeEstimate, about, disk_need, estimate_time
 from moepress.convert.forecast.machines import PaperTime, paper_time
 from moepress.convert.plan import ConversionPlan, check_parallel, pressed_specs
 from moepress.convert.prepare import prepare
@@ -92,9 +92,9 @@ class Outlook:
                 f"disk: {self.disk.needed / GIB:,.2f} GiB needed, {self.disk.free / GIB:,.2f} GiB free in {self.disk.folder}"
             )
         if self.time is not None:
-            what = "pressing here, without the calibration" if self.calibration is not None else "time here"
+            what = "time here without the calibration" if self.calibration is not None else "time here"
             text.append(
-                f"{what}: about {_duration(self.time.seconds)} on {self.time.threads} threads (measured: pressing "
+                f"{what}: {about(self.time.seconds)} on {self.time.threads} threads (measured: pressing "
                 f"{self.time.press_rate / 1e9:.2f} GB/s, writing {self.time.write_rate / 1e9:.2f} GB/s; "
                 f"limited by {self.time.bound_by})"
             )
@@ -222,9 +222,3 @@ def _config(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError("is not a JSON object", where=str(path))
     return data
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
