@@ -327,6 +327,7 @@ def _bounds(out: Path, recipe: str | None, overrides: list[str] | None) -> tuple
 
 
 def _host(python: str | None, container: str | None, *, cpu_lab: bool, needed: bool) -> Host | None:
+    from moepress.environments import command
     from moepress.errors import ServingError
     from moepress.serving.container import container_words
     from moepress.serving.launch import CPU_LAB_VERSION
@@ -348,7 +349,7 @@ def _host(python: str | None, container: str | None, *, cpu_lab: bool, needed: b
         raise PlanRefused(
             f"the CPU lab is made for SGLang {CPU_LAB_VERSION}, this is {environment.version}",
             where=str(environment.python),
-            hint="make sglang-cpu",
+            hint=f"{command('sglang-cpu')} makes the environment that it is made for",
         )
     if needed and not cpu_lab and not this_machine().gpus:
         raise PlanRefused(
