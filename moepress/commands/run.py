@@ -58,7 +58,9 @@ def run(
 
     skipped = frozenset(skip or ())
     if wrong := sorted(skipped - set(SKIPPABLE)):
-        raise PlanRefused(f"{wrong[0]!r} cannot be left out", where="--skip", hint=f"one of {', '.join(SKIPPABLE)}")
+        raise PlanRefused(
+            f"{wrong[0]!r} cannot be skipped", where="--skip", hint=f"--skip takes {', '.join(SKIPPABLE)}"
+        )
     load_recipe(recipe, overrides or ())
     target = hub_address(to)
     folder = out or (Path(target.repo.partition("/")[2]) if target else Path(to))

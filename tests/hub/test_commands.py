@@ -181,7 +181,7 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(filled: LocalHub, mo
     done = typed(filled, *words, *skips, code=2)
     assert "not logged in" in done.stderr
     done = typed(filled, *words, "--skip", "verify", code=2)
-    assert "'verify' cannot be left out" in done.stderr
+    assert "'verify' cannot be skipped" in done.stderr
     done = typed(filled, *words, "--skip", "validate", "--stream", "--delete-source", code=2)
     assert "evaluate asks the source too" in done.stderr
     assert filled.log == []

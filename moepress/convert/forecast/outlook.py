@@ -156,7 +156,7 @@ def outlook(
         CheckpointError, FormatError, PlanRefused: whatever would stop the conversion.
     """
     if kv_dtype not in ("bf16", "fp8"):
-        raise PlanRefused(f"kv dtype {kv_dtype!r} is neither bf16 nor fp8", where="--kv-dtype")
+        raise PlanRefused(f"{kv_dtype!r} is not one of bf16, fp8", where="--kv-dtype")
     plan, disk, time, checkpoint, finished = None, None, None, None, set[str]()
     path = Path(source)
     if path.is_file():
@@ -214,11 +214,14 @@ def outlook(
     )
 
 
+_SOURCES = "name a checkpoint's folder, org/name on the Hub, or a config.json alone"
+
+
 def _config(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read as a configuration: {error}", where=str(path)) from error
+        raise CheckpointError(f"the file is no configuration: {error}", where=str(path), hint=_SOURCES) from error
     if not isinstance(data, dict):
-        raise CheckpointError("is not a JSON object", where=str(path))
+        raise CheckpointError("the file is no configuration: it is not a JSON object", where=str(path), hint=_SOURCES)
     return data

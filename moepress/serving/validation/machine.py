@@ -81,7 +81,7 @@ def packages(python: Path) -> dict[str, str]:
         [python, "-c", code], capture_output=True, text=True, timeout=60, env=our_environment(), check=False
     )
     if asked.returncode:
-        raise ServingError(f"does not run: {asked.stderr.strip()[-300:]}", where=str(python))
+        raise ServingError(f"this Python does not run: {asked.stderr.strip()[-300:]}", where=str(python))
     return dict(json.loads(asked.stdout))
 
 
