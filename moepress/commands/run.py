@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moepress.commands.chain import RunJournal, Step, open_journal, run_steps
-from moepress.commands.console import next_step, note, quoted, stdout, table
+from moepress.commands.console import marked, next_step, note, quoted, stdout, table
 from moepress.commands.hub_source import DeleteSource, SourceFolder, Stream
 from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
 from moepress.errors import MoepressError, PlanRefused
@@ -139,7 +139,9 @@ def show(journal: RunJournal, steps: list[Step]) -> None:
     for step in steps:
         entry = journal.steps.get(step.name) or {"outcome": "not reached", "why": ""}
         colour = colours.get(entry["outcome"], "yellow")
-        rows.add_row(step.name, f"[{colour}]{entry['outcome']}[/{colour}]", entry["why"])
+        rows.add_row(
+            step.name, marked(f"[{colour}]{{outcome}}[/{colour}]", outcome=entry["outcome"]), str(entry["why"])
+        )
     stdout.print(rows)
 
 

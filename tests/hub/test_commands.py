@@ -145,6 +145,8 @@ def test_from_hub_to_hub(filled: LocalHub, tmp_path: Path) -> None:
         assert str(tmp_path).encode() not in file.data, name
     again = moepress(filled, tmp_path, *words)
     assert again.stderr.count("passed before") == 5
+    assert "[green]" not in again.stdout, "markup that nobody rendered"
+    assert "verify    passed" in again.stdout
 
 
 @pytest.mark.slow
