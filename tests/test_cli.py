@@ -81,6 +81,14 @@ def test_names_that_look_like_markup_or_need_quotes_come_through_whole(tmp_path:
     assert f"agree with {source}" in done.stdout
 
 
+def test_python_can_be_asked_to_run_the_package() -> None:
+    """Where scripts are not on PATH: `python -m moepress`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "moepress", "recipes", "list"], capture_output=True, text=True, check=True
+    )
+    assert "kimi-k2" in done.stdout
+
+
 def test_version_says_what_a_bug_report_needs() -> None:
     """The environment comes from package metadata: nothing heavy is imported for it."""
     import torch

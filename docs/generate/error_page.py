@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,15 +47,17 @@ class Message:
 def messages() -> list[Message]:
     """All of them, in the order of the source; passing an error on with more context is no message of its own."""
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    kinds = {name: name for name in KINDS} | _narrower(trees.values())
+    for path, tree in trees.items():
         area = path.relative_to(PACKAGE).as_posix().removesuffix(".py").removesuffix("/__init__")
-        for call in _calls(ast.parse(path.read_text(encoding="utf-8"))):
+        for call in _calls(tree, kinds):
             given = {keyword.arg: _text(keyword.value) for keyword in call.keywords}
             what = _text(call.args[0]) if call.args else ""
             if re.search(r"[a-z]", re.sub("‹[^›]*›", "", what)):  # else it passes on what another said
                 assert isinstance(call.func, ast.Name)  # noqa: S101 (chosen by `_calls`)
                 where, hint = (given.get(key, "") for key in ("where", "hint"))
-                found.append(Message(call.func.id, area, what, where, hint))
+                found.append(Message(kinds[call.func.id], area, what, where, hint))
     return found
 
 
@@ -73,9 +75,21 @@ def page() -> str:
     return text
 
 
-def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+def _narrower(trees: Iterable[ast.AST]) -> dict[str, str]:
+    """Kinds that one file has for itself, to tell them apart when it catches them: name -> the kind they are for a user."""
+    return {
+        node.name: base.id
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        if isinstance(base, ast.Name) and base.id in KINDS and node.name not in KINDS
+    }
+
+
+def _calls(tree: ast.AST, kinds: Mapping[str, str]) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
             yield node
 
 

@@ -185,14 +185,15 @@ def experts_forward(inputs: TapInputs, order: ExpertOrder, block: ExpertBlock, o
 
 
 def each_expert(one: Callable[[int], Made], order: ExpertOrder, block: ExpertBlock) -> Iterator[Sequence[Made]]:
-    """``one(slot)`` of the block's experts that have tokens, side by side, in order; windows of as many as run at once."""
+    """``one(slot)`` of the block's experts that have tokens, side by side, in order.
+
+    In windows, since all that is made of one is held; of several a thread, since some experts have many more tokens.
+    """
     slots = [slot for slot, expert in enumerate(block.experts) if order.starts[expert] < order.starts[expert + 1]]
     tokens = order.starts[block.experts.stop] - order.starts[block.first]
-    work = (
-        tokens * block.down[0].numel() // max(len(slots), 1)
-    )  # of one expert; what is tiny is done before a thread starts
-    at_once = width_on(block.down.device) if work >= WORTH_A_THREAD else 1
-    for some in in_windows(slots, at_once):
+    of_one = tokens * block.down[0].numel() // max(len(slots), 1)
+    at_once = width_on(block.down.device) if of_one >= WORTH_A_THREAD else 1
+    for some in in_windows(slots, 4 * at_once if at_once > 1 else 1):
         yield side_by_side(one, some, at_once)
 
 
@@ -204,8 +205,9 @@ def add_rows(total: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tens
         for tokens, rows in parts:
             total[:, columns].index_add_(0, tokens, rows[:, columns])
 
-    wide = -(-total.shape[1] // len(parts))
-    side_by_side(band, [slice(first, first + wide) for first in range(0, total.shape[1], wide)], len(parts))
+    bands = min(len(parts), width_on(total.device))
+    wide = -(-total.shape[1] // bands)
+    side_by_side(band, [slice(first, first + wide) for first in range(0, total.shape[1], wide)], bands)
 
 
 def expert_inner(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,6 @@ Held at once: the dense part of one layer, one block of experts (`RunSettings.ex
 (`RunSettings.ahead_bytes`), one batch of samples, and the streams' activations [N, S, C] (in files beyond the scratch
 budget). None of it grows with the number of layers.
 
-Masks, positions, rotary embeddings and the carried top-k indices are made as each family's ``Model.forward`` makes them
-in transformers 5.17. Padding is always on the right: with causal attention real tokens never see it, so it needs no
-mask, and it never reaches the tap's tokens.
-
 On a processor batches go through the dense part side by side, and experts through the other, each by one thread
 (`quantize.side_by_side`). So the bits are the same from run to run for the same batch size and machine type, whatever the
 number of threads, of workers, or of experts in a block.
@@ -26,21 +22,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from moepress.calibration.activations import Activations, Scratch
-from moepress.calibration.decoder import CacheView, DecoderClasses
+from moepress.calibration.activations import Activations
+from moepress.calibration.decoder import CacheView
 from moepress.calibration.device import stays_on_device
 from moepress.calibration.expert_tap import ExpertTap, RoutedTokens, TapInputs, experts_forward, sort_by_expert
+from moepress.calibration.forward_arguments import LayerContext, forward_arguments
 from moepress.calibration.layer_fill import ExpertBlock, LayerNames, expect_experts, load_experts
-from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.stream import Stream
-from moepress.calibration.weights import WeightSource
 from moepress.quantize.products import Precision, products_in
 from moepress.quantize.side_by_side import in_windows, side_by_side, width_on
 
@@ -64,29 +57,6 @@ class DenseBatch:
     hidden: torch.Tensor
     routed: TapInputs | None
     topk: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class LayerContext:
-    """What a layer needs from its model.
-
-    Attributes:
-        config: transformers' configuration of the text model.
-        classes: the family's classes.
-        rotary: its rotary embedding, filled.
-        num_experts: routed experts of a sparse layer.
-        source, scratch, settings: as given to the model.
-        following: names of the next layer's dense part: what is loaded after this layer's experts.
-    """
-
-    config: PreTrainedConfig
-    classes: DecoderClasses
-    rotary: nn.Module
-    num_experts: int
-    source: WeightSource
-    scratch: Scratch
-    settings: RunSettings
-    following: tuple[str, ...] = ()
 
 
 class OpenLayer:
@@ -240,7 +210,7 @@ class OpenLayer:
     def _forward(self, hidden: torch.Tensor, topk: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The module's hidden states, and the indices to carry on."""
         with products_in(self._context.settings.products):
-            out = self.module(hidden, **self._position(hidden), **self._carried(topk))
+            out = self.module(hidden, **forward_arguments(self._context, hidden, topk))
         hidden, carried = out if self._context.classes.carries_topk else (out, None)
         return hidden, carried
 
@@ -360,8 +330,7 @@ class OpenLayer:
         out = self.module.get_submodule("self_attn")(
             hidden_states=self.module.get_submodule("input_layernorm")(hidden),
             past_key_values=cache,
-            **self._position(hidden),
-            **self._carried(None if stream.topk is None else stream.topk.read(start, stop)),
+            **forward_arguments(self._context, hidden, None if stream.topk is None else stream.topk.read(start, stop)),
         )
         attended: torch.Tensor = out[0]
         return attended
@@ -390,29 +359,3 @@ class OpenLayer:
             with products_in(self._context.settings.products):
                 experts_forward((x, expert, weight), sort_by_expert(expert, routed.num_experts), block, out)
             total.write(first, out)
-
-    def _position(self, hidden: torch.Tensor) -> dict[str, Any]:
-        """The arguments that Model.forward makes once for all layers."""
-        config, classes = self._context.config, self._context.classes
-        position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        arguments: dict[str, Any] = {
-            "config": config,
-            "inputs_embeds": hidden,
-            "attention_mask": None,
-            "past_key_values": None,
-            "position_ids": position_ids,
-        }
-        if classes.sliding and config.sliding_window is not None:
-            mask = create_sliding_window_causal_mask(**arguments)
-        else:
-            mask = create_causal_mask(**arguments, allow_is_causal_skip=not classes.always_mask)
-        return {
-            "attention_mask": mask,
-            "position_ids": position_ids,
-            "position_embeddings": self._context.rotary(hidden, position_ids=position_ids),
-        }
-
-    def _carried(self, topk: torch.Tensor | None) -> dict[str, Any]:
-        if not self._context.classes.carries_topk:
-            return {}
-        return {"prev_topk_indices": None if topk is None else topk.to(self._context.settings.device)}

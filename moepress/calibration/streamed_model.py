@@ -26,8 +26,9 @@ from torch import nn
 from moepress.calibration.activations import Scratch
 from moepress.calibration.decoder import decoder_classes, decoder_config, mtp_config
 from moepress.calibration.expert_tap import ExpertTap
+from moepress.calibration.forward_arguments import LayerContext
 from moepress.calibration.layer_fill import fill, on_meta, settle_names
-from moepress.calibration.layer_runner import LayerContext, OpenLayer
+from moepress.calibration.layer_runner import OpenLayer
 from moepress.calibration.run_settings import RunSettings
 from moepress.calibration.stream import Stream
 from moepress.calibration.weights import WeightSource

@@ -6,6 +6,7 @@ shards, every answer depends on the question alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -140,7 +141,12 @@ class Worker(ShardWorker):
         if self._open is None or self._open.index != index:
             self._layer.close()
             if self._model is None:
-                settings = run_settings(self.start.checkpoint, self.start.plan, device=self.start.device)
+                beside = max(
+                    1, (os.cpu_count() or 1) // self.start.threads
+                )  # as many workers as the machine has room for
+                settings = run_settings(
+                    self.start.checkpoint, self.start.plan, device=self.start.device, processes=beside
+                )
                 weights = self._stack.enter_context(
                     CheckpointWeights(self.start.checkpoint, ahead_bytes=settings.ahead_bytes, device=self.start.device)
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +9,9 @@ import typer
 
 from moepress.commands.console import next_step, note, quoted
 from moepress.commands.contestants import Model, Serving, contestants
-from moepress.commands.kept import keep
+from moepress.commands.kept import keep, kept_recipe
 from moepress.commands.numbers import number, whole
-from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
+from moepress.commands.options import AsJson, Overrides, SglangPython, TrustRemoteCode, add_named_file, print_json
 from moepress.commands.progress import Bar
 from moepress.commands.verdicts import show
 from moepress.errors import MoepressError, PlanRefused
@@ -52,12 +51,7 @@ def evaluate(
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable that holds the servers' API key.")
     ] = None,
-    sglang_python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON or the one in .venv-sglang)."
-        ),
-    ] = None,
+    sglang_python: SglangPython = None,
     container: Annotated[
         str | None, typer.Option(metavar="CMD", help="Command that starts a container with SGLang; see validate.")
     ] = None,
@@ -229,25 +223,18 @@ def recipe_of(out: Path, recipe: str | None, overrides: list[str] | None) -> Rec
     Raises:
         MoepressError: a report that is none, a recipe with problems, or fields to change of no recipe.
     """
-    from moepress.recipe import check_recipe, load_recipe
+    from moepress.recipe import load_recipe
 
     if recipe is not None:
         return load_recipe(recipe, overrides or ())
-    path = out / REPORT_NAME
-    if not path.is_file():
-        if overrides:
-            raise PlanRefused(
-                f"there is no {REPORT_NAME} that names a recipe to change",
-                where=str(out),
-                hint="name one whose bounds count: --recipe NAME",
-            )
-        return None
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        data: dict[str, Any] = {**report["recipe"], "evaluation": report.get("evaluation", {})}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MoepressError(f"not a report of moepress convert: {error!r}", where=str(path)) from error
-    return check_recipe(data, where=str(path), overrides=overrides or ())
+    found = kept_recipe(out, "evaluation", overrides or ())
+    if found is None and overrides:
+        raise PlanRefused(
+            f"there is no {REPORT_NAME} that names a recipe to change",
+            where=str(out),
+            hint="name one whose bounds count: --recipe NAME",
+        )
+    return found
 
 
 def _same_model(out: Path, baseline: str) -> None:
@@ -259,20 +246,20 @@ def _same_model(out: Path, baseline: str) -> None:
         refuse_two_models(open_checkpoint(out), open_checkpoint(baseline), option="--baseline")
 
 
-def _urls(url: str | None, baseline_url: str | None) -> str:
+def _urls(url: str | None, baseline_url: str | None) -> list[str]:
     """The servers as they were named, for the next command."""
     named = (("--url", url), ("--baseline-url", baseline_url))
-    return "".join(f" {option} {value}" for option, value in named if value is not None)
+    return [word for option, value in named if value is not None for word in (option, value)]
 
 
-def _next(result: Evaluated, out: Path, baseline: str, urls: str) -> str:
+def _next(result: Evaluated, out: Path, baseline: str, urls: list[str]) -> str:
     """What to do with the verdict."""
     if result.verdict == "ACCEPT":
         return f"moepress report {quoted(out)}"
     if result.verdict == "REGRESSION":
         return quoted("moepress", "fidelity", out, "--source", baseline)
     short = {row.task for row in result.rows if row.verdict == "NOT ENOUGH DATA"}
-    again = quoted("moepress", "evaluate", out, "--baseline", baseline) + urls
+    again = quoted("moepress", "evaluate", out, "--baseline", baseline, *urls)
     if "fidelity" in short:
         return f"{again} --text prose=FILE --windows 64"
     if "drift" in short:
@@ -281,12 +268,12 @@ def _next(result: Evaluated, out: Path, baseline: str, urls: str) -> str:
 
 
 def _named_files(words: list[str] | None, option: str) -> dict[str, Path]:
-    found = {}
+    found: dict[str, Path] = {}
     for word in words or ():
         name, separator, path = word.partition("=")
         if not separator or not name or not Path(path).is_file():
             raise MoepressError(f"{word!r} is not NAME=FILE with a file that is there", where=option)
-        found[name] = Path(path)
+        add_named_file(found, name, Path(path), option)
     return found
 
 

@@ -10,8 +10,9 @@ import typer
 from moepress.commands.console import next_step, quoted, stdout, table
 from moepress.commands.kept import keep
 from moepress.commands.numbers import whole
-from moepress.commands.options import AsJson, TrustRemoteCode, print_json, size_option
+from moepress.commands.options import AsJson, TrustRemoteCode, add_named_file, print_json, size_option
 from moepress.commands.progress import Bar
+from moepress.errors import MoepressError
 
 if TYPE_CHECKING:
     from moepress.evaluate.fidelity import Fidelity
@@ -44,10 +45,17 @@ def fidelity(
 ) -> None:
     """Compare OUT with SRC on held-out text, layer by layer: KL, agreement, perplexity, and where the error enters."""
     from moepress import api
-    from moepress.evaluate.fidelity import draw
+    from moepress.evaluate.fidelity import PICTURES, draw
     from moepress.recipe import parse_size
 
-    texts = {path.stem: path for path in text or ()}
+    texts: dict[str, Path] = {}
+    for path in text or ():
+        add_named_file(texts, path.stem, path, "--text")
+    if picture is not None and (picture.suffix not in PICTURES or not picture.absolute().parent.is_dir()):
+        raise MoepressError(
+            f"no picture can be written there: it has to end in {', '.join(PICTURES)}, in a folder that is there",
+            where=f"--picture {picture}",
+        )
     with Bar(quiet=as_json, in_bytes=False) as bar:
         result = api.fidelity(
             out,
@@ -59,9 +67,9 @@ def fidelity(
             trust_remote_code=trust_remote_code,
             watcher=bar,
         )
+    keep(out, "fidelity", "not judged", {"source": str(source), **result.as_json()})
     if picture is not None:
         draw(result, picture)
-    keep(out, "fidelity", "not judged", {"source": str(source), **result.as_json()})
     if as_json:
         print_json(result.as_json())
     else:

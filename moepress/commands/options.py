@@ -70,6 +70,15 @@ TrustRemoteCode = Annotated[
     typer.Option("--trust-remote-code", metavar="", help="Let the checkpoint's own Python code for its tokenizer run."),
 ]
 
+SglangPython = Annotated[
+    str | None,
+    typer.Option(
+        "--sglang-python",
+        metavar="PATH",
+        help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON or the one in .venv-sglang).",
+    ),
+]
+
 
 def this_command() -> str:
     """The command that is running, as it can be pasted again."""
@@ -85,6 +94,17 @@ def size_option(text: str, option: str, parse: Any) -> int:
         return int(parse(text))
     except ValueError as error:
         raise MoepressError(str(error), where=option) from error
+
+
+def add_named_file(found: dict[str, Path], name: str, path: Path, option: str) -> None:
+    """One file more, under a name of its own.
+
+    Raises:
+        MoepressError: the name is another file's, which would be left out without a word.
+    """
+    if name in found:
+        raise MoepressError(f"two files are called {name!r}: {found[name]} and {path}", where=option)
+    found[name] = path
 
 
 def print_json(data: Any) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from moepress.commands.console import marked, next_step, note, stdout
 from moepress.commands.numbers import number, whole
-from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
+from moepress.commands.options import AsJson, Overrides, SglangPython, TrustRemoteCode, print_json
 from moepress.errors import MoepressError
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ def serve(
         str | None, typer.Option(metavar="HOST", help="Address of the prefill server (default: --host).")
     ] = None,
     port: Annotated[
-        int, typer.Option(metavar="N", parser=whole(1, 65535), help="Port for requests, of the server or the router.")
+        int,
+        typer.Option(
+            metavar="N", parser=whole(1, 65535), help="Port for requests; a pair takes the three after it too."
+        ),
     ] = 30000,
     mem_fraction: Annotated[
         float | None,
@@ -73,13 +76,7 @@ def serve(
     flags: Annotated[
         str, typer.Option(metavar="'--FLAG …'", help="More flags for every SGLang server, passed on unchanged.")
     ] = "",
-    sglang_python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON or the one in .venv-sglang).",
-        ),
-    ] = None,
+    sglang_python: SglangPython = None,
     router_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python with sglang-router (default: the same).")
     ] = None,
@@ -203,6 +200,7 @@ def _pair(
         router_python=pythons[1],
         kv_dtypes=kv_dtypes,
         options=options,
+        bootstrap_port=port + 3,
         cpu_lab=cpu_lab,
     )
 

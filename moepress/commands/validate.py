@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moepress.commands.console import duration, marked, next_step, note, stdout, table
+from moepress.commands.kept import keep, kept_recipe
 from moepress.commands.numbers import number, whole
-from moepress.commands.options import AsJson, Overrides, print_json
+from moepress.commands.options import AsJson, Overrides, SglangPython, print_json
 from moepress.commands.progress import Bar
-from moepress.errors import MoepressError, PlanRefused
-from moepress.results import REPORT_NAME, write_result
+from moepress.errors import PlanRefused
+from moepress.results import REPORT_NAME
 
 if TYPE_CHECKING:
     from moepress.recipe import Recipe
@@ -32,13 +32,7 @@ def validate(
     baseline: Annotated[
         Path | None, typer.Option("--baseline", metavar="SRC", help="The checkpoint it was made from, to compare with.")
     ] = None,
-    sglang_python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON or the one in .venv-sglang).",
-        ),
-    ] = None,
+    sglang_python: SglangPython = None,
     container: Annotated[
         str | None,
         typer.Option(
@@ -161,14 +155,11 @@ def validate(
     except KeyboardInterrupt:
         note("stopped; no server is left running, and nothing was kept")
         raise typer.Exit(130) from None
-    if ours:
-        write_result(out, "validate", result.verdict, result.as_json())
+    keep(out, "validate", result.verdict, result.as_json())
     if as_json:
         print_json(result.as_json())
     else:
         show(result)
-        if not ours:
-            note(f"not kept: {out} has no {REPORT_NAME}, it is not an output of moepress convert")
         next_step(result.next)
     if result.verdict == "fail" or (strict and result.verdict != "pass"):
         raise typer.Exit(1)
@@ -304,26 +295,16 @@ def _ratio(ratio: Figure) -> str:
 
 def _bounds(out: Path, recipe: str | None, overrides: list[str] | None) -> tuple[Recipe, str, bool]:
     """The recipe whose gates count, its name, and whether OUT is an output of ours."""
-    from moepress.recipe import check_recipe, load_recipe
+    from moepress.recipe import load_recipe
 
-    path = out / REPORT_NAME
-    ours = path.is_file()
-    if recipe is not None:
-        loaded = load_recipe(recipe, overrides or ())
-        return loaded, loaded.name, ours
-    if not ours:
+    loaded = load_recipe(recipe, overrides or ()) if recipe is not None else kept_recipe(out, "gates", overrides or ())
+    if loaded is None:
         raise PlanRefused(
             f"there is no {REPORT_NAME} that names a recipe",
             where=str(out),
             hint="name one whose gates count: --recipe NAME",
         )
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        data: dict[str, Any] = {**report["recipe"], "gates": report.get("gates", {})}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MoepressError(f"not a report of moepress convert: {error!r}", where=str(path)) from error
-    loaded = check_recipe(data, where=str(path), overrides=overrides or ())
-    return loaded, loaded.name, ours
+    return loaded, loaded.name, (out / REPORT_NAME).is_file()
 
 
 def _host(python: str | None, container: str | None, *, cpu_lab: bool, needed: bool) -> Host | None:

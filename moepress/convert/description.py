@@ -122,6 +122,7 @@ def _build(
         ),
         linears=_linears(config, decisions) if layout != "bf16_rest" else None,
         kv_cache_scales=emission_for(recipe, contract, taken)[0] == "checkpoint",
+        expert_target=f"re:{family.expert_pattern}",
     )
     check_quantization_config(built, stored, num_layers=layers, built_dense=contract.built_dense)
     return built

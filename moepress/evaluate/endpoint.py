@@ -30,6 +30,10 @@ class RequestRefused(EvaluateError):
     """The server understood the request and will not do it (HTTP 4xx): this API lacks what was asked for."""
 
 
+class NoAnswer(EvaluateError):
+    """Every try of a request failed in a way that may pass: whether the server knows it is not known."""
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """A server and how to speak with it. Holds no connection; may be used from threads.
@@ -101,11 +105,17 @@ def connect(
 
 
 def _software(endpoint: Endpoint) -> tuple[Kind, str, tuple[tuple[str, str], ...]]:
-    """SGLang answers /server_info with its version and arguments; vLLM /version; others neither."""
+    """SGLang answers /server_info with its version and arguments; vLLM /version; others neither.
+
+    Raises:
+        EvaluateError: no answer, which must not pass for "not there": other requests would be sent, other answers kept.
+    """
     for path, name in (("/server_info", "SGLang"), ("/version", "vLLM")):
         try:
             answer = _request(endpoint, "GET", path, None)
-        except EvaluateError:
+        except NoAnswer:
+            raise
+        except EvaluateError:  # HTTP 4xx, or a page that is no JSON
             continue
         if "version" in answer:
             facts = tuple((fact, str(answer[fact])) for fact in _FACTS if answer.get(fact) is not None)
@@ -136,7 +146,7 @@ def _request(endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | 
         if attempt + 1 < endpoint.attempts and endpoint.stop.wait(pause):
             raise EvaluateError(f"{method} {path}: stopped between two tries", where=endpoint.url)
     else:
-        raise EvaluateError(
+        raise NoAnswer(
             f"{method} {path}: no answer after {endpoint.attempts} tries: {said}",
             where=endpoint.url,
             hint="is the server up? its log says why",

@@ -34,6 +34,10 @@ SAMPLES = {"files": 32, "shipped": 12}
 """Samples of each text, where nobody says how many: a shipped domain holds some ten thousand tokens."""
 
 
+PICTURES = (".svg", ".png", ".pdf")
+"""Endings of a picture's file."""
+
+
 @dataclass(frozen=True)
 class Fidelity:
     """What was measured.
@@ -140,7 +144,7 @@ def draw(result: Fidelity, path: Path) -> None:
     """A picture: error of every expert by layer, one panel per projection, and the drift of the hidden states below.
 
     Args:
-        path: ``.svg``, ``.png`` or ``.pdf``.
+        path: ends in one of `PICTURES`; its folder must exist.
     """
     import matplotlib as mpl
 

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from moepress.environments import command
 from moepress.errors import EvaluateError
 from moepress.evaluate.answers import Contestant
+from moepress.serving.keeper import run_kept
 
 PYTHON_VARIABLE = "MOEPRESS_LM_EVAL_PYTHON"
 DEFAULT_PYTHON = Path(".venv-lm-eval/bin/python")
@@ -118,9 +118,12 @@ def find_lm_eval(python: str | None = None) -> tuple[Path, str]:
     if found is None:
         raise EvaluateError("no such Python", where=named, hint=hint)
     code = "import transformers; from importlib.metadata import version; print(version('lm_eval'))"
-    asked = subprocess.run(
-        [found, "-I", "-c", code], capture_output=True, text=True, timeout=120, check=False, env=_environment(None)
-    )
+    try:
+        asked = subprocess.run(
+            [found, "-I", "-c", code], capture_output=True, text=True, timeout=300, check=False, env=_environment(None)
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EvaluateError("this Python did not import transformers within 300 s", where=found, hint=hint) from error
     if asked.returncode != 0:
         last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
         raise EvaluateError(f"lm-eval cannot be run: {last}", where=found, hint=hint)
@@ -202,21 +205,7 @@ def _command(
 
 def _execute(command: Sequence[str], who: Contestant, run: Path) -> None:
     log = run / "lm_eval.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=_environment(who.endpoint().api_key),
-            start_new_session=True,
-        )
-        try:
-            status = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
+    status = run_kept(command, variables=_environment(who.endpoint().api_key), log=log)
     if status != 0:
         text = log.read_text(errors="replace")
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")[-300:]

@@ -19,6 +19,7 @@ import json
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -154,31 +155,39 @@ def open_world(case: WorldCase) -> Iterator[World]:
     Raises:
         EvaluateError: the package's programs do not run.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-B", tool_world_process.__file__, str(case.folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"TZ": "UTC"},
-    )
-    try:
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(
+            tempfile.TemporaryFile(mode="w+")
+        )  # no pipe: nobody reads it, a full one would block
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", tool_world_process.__file__, str(case.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env={"TZ": "UTC"},
+        )
+        stack.callback(_end, process)
         world = World(process, case.folder)
         if world.ask({"classes": list(case.classes), "config": case.config, "long": case.long}) is None:
-            words = (process.stderr.read() if process.stderr else "").strip().splitlines() or ["no message"]
+            process.wait()
+            said.seek(0)
+            words = said.read().strip().splitlines() or ["no message"]
             raise EvaluateError(
                 f"BFCL's simulated tools do not run: {words[-1]}",
                 where=str(case.folder / "bfcl_eval"),
                 hint="unpack bfcl-eval whole, or name a folder with its single-turn files alone",
             )
         yield world
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 def judge_turn(made: Sequence[MadeCall], turn: WorldTurn, *, right: bool) -> Match:

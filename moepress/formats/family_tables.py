@@ -98,7 +98,8 @@ class Family:
         prefixes: (published, canonical) beginnings of text-model names; the first is what publishers write.
         text_field: the field that holds the text model's configuration; None = the configuration itself.
         expert_pattern: regular expression for the modules of the routed experts, anchored at its end and usable with
-            ``re.match`` against a full module name. This is the ``re:`` target of a compressed-tensors group.
+            ``re.match`` against a full module name. This is the ``re:`` target of a compressed-tensors group; leaves
+            stand in ``(?:…)``, or a server's name mapping would replace ``.gate_proj`` in it.
     """
 
     key: str
@@ -113,7 +114,7 @@ class Family:
     top: tuple[Slot, ...]
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
     text_field: str | None = None
-    expert_pattern: str = r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj$"
+    expert_pattern: str = r".*\.mlp\.experts\.\d+\.(?:gate_proj|up_proj|down_proj)$"
 
     @cached_property
     def layer_slots(self) -> MappingProxyType[str, Slot]:
@@ -367,7 +368,8 @@ MINIMAX_M2 = Family(
     ),
     mtp=(),
     top=_TOP,
-    expert_pattern=r".*\.block_sparse_moe\.experts\.\d+\.w[123]$",
+    # SGLang 0.5.23 asks for the experts of every family by the usual names (ct/compressed_tensors.py, get_moe_scheme)
+    expert_pattern=r".*\.block_sparse_moe\.experts\.\d+\.(?:w1|w2|w3|gate_proj|up_proj|down_proj)$",
 )
 
 FAMILIES: tuple[Family, ...] = (

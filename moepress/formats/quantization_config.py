@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moepress.errors import CheckpointError
+from moepress.formats.family_tables import Family
 from moepress.formats.module_matching import (
     FUSED_PROJECTIONS,
     Lines,
@@ -57,8 +58,8 @@ __all__ = [
 Layout = Literal["bf16_rest", "linear_fp8_config", "two_groups"]
 Stored = Literal["int4", "fp8", "dense"]
 
-EXPERT_TARGET = r"re:.*\.mlp\.experts\.\d+\.(?:gate_proj|up_proj|down_proj)$"
-"""The routed experts of all families here, under every prefix and in MTP layers."""
+EXPERT_TARGET = f"re:{Family.expert_pattern}"
+"""The routed experts of most families, under every prefix and in MTP layers; a family with other names says so."""
 
 SCHEMA_VERSION = "0.18.0"
 """Release of compressed-tensors whose schema is written."""

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -224,15 +225,21 @@ class TensorReader:
 
     def _descriptor(self, shard: str) -> int:
         with self._lock:
+            known = self._descriptors.get(shard)
+        if known is not None:
+            return known
+        path = self._checkpoint.path(
+            shard
+        )  # waits for a shard that is still arriving: without the lock, for nobody else
+        with self._lock:
             if self._closed:
                 raise CheckpointError(f"{shard}: the reader is closed", where=self._checkpoint.location)
             known = self._descriptors.get(shard)
             if known is None:
-                known = self._descriptors[shard] = self._open(shard)
+                known = self._descriptors[shard] = self._open(shard, path)
             return known
 
-    def _open(self, shard: str) -> int:
-        path = self._checkpoint.path(shard)
+    def _open(self, shard: str, path: Path) -> int:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

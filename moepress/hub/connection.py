@@ -37,7 +37,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils._http import hf_request_event_hook
+from huggingface_hub.utils import get_session
 
 from moepress import __version__
 from moepress.errors import HubError, MoepressError
@@ -131,10 +131,6 @@ def _waits_too_long(seconds: float) -> HubError:
     )
 
 
-def _client() -> httpx.Client:
-    return PatientClient(event_hooks={"request": [hf_request_event_hook]}, follow_redirects=True, timeout=_TIMEOUTS)
-
-
 def endpoint() -> str:
     """Where the Hub is: ``HF_ENDPOINT``, or huggingface.co."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
@@ -147,7 +143,9 @@ def connect(tell: Tell | None = None) -> HfApi:
         tell: is told in words when a rate limit is waited out.
     """
     _turn.tell = tell
-    set_client_factory(_client)
+    # what huggingface_hub does to every request (offline mode, a request's id) hangs on the client that it would make
+    hooks = get_session().event_hooks
+    set_client_factory(lambda: PatientClient(event_hooks=hooks, follow_redirects=True, timeout=_TIMEOUTS))
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return HfApi(endpoint=endpoint(), library_name="moepress", library_version=__version__)
 

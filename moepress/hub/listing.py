@@ -15,8 +15,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub import HfApi, RepoFile
 
 from moepress.errors import HubError
 from moepress.formats.shard_index import check_shard_name

@@ -13,8 +13,7 @@ from urllib.parse import quote
 
 import httpx
 from huggingface_hub import HfApi
-from huggingface_hub.utils._headers import build_hf_headers
-from huggingface_hub.utils._http import get_session, hf_raise_for_status
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from moepress import __version__
 from moepress.errors import FormatError, HubError

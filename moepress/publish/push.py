@@ -25,9 +25,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from huggingface_hub.utils._headers import build_hf_headers
-from huggingface_hub.utils._http import get_session
-from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars, enable_progress_bars, get_session
 
 from moepress.convert.journal import STATE_FOLDER
 from moepress.errors import HubError, MoepressError, VerifyFailed

@@ -2,12 +2,15 @@
 
 The first traceback is the cause, later ones are its echoes in the other processes (SGLang's parent ends with "Received
 sigquit from a child process"). A cause is looked for in the order of the table, over all exception lines; what matches
-nothing is reported as it is, so that no failure is ever swallowed.
+nothing is reported as it is, so that no failure is ever swallowed. Two ends leave no exception: a time limit of SGLang's
+own, and a process that a signal ended; the line by which its parent notices stands for them. SGLang then kills itself, so
+its exit status (137) says nothing about memory.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,6 +32,9 @@ class Cause(StrEnum):
     BAD_ARGUMENT = "launch argument not accepted"
     WRONG_VERSION = "wrong SGLang version"
     NOT_GUARDED = "refused by KV integrity"
+    TIME_LIMIT = "a time limit of SGLang's own"
+    KILLED = "a process was killed"
+    CRASHED = "a process crashed"
     OTHER = "other"
 
 
@@ -41,6 +47,10 @@ class Death:
     hint: str
 
 
+_KILLED_HINT = (
+    "the kernel does this when the machine's memory runs out (`dmesg -T | grep -i oom`): end other programs, or fewer "
+    "--max-total-tokens"
+)
 _TABLE: Sequence[tuple[Cause, str, str]] = (
     (
         Cause.WRONG_VERSION,
@@ -55,7 +65,7 @@ _TABLE: Sequence[tuple[Cause, str, str]] = (
     (
         Cause.OUT_OF_MEMORY,
         r"OutOfMemoryError|out of memory|Not enough memory\. Please try to increase|can't allocate memory"
-        r"|Cannot allocate memory|std::bad_alloc",
+        r"|Cannot allocate memory|std::bad_alloc|leave no GPU memory for the KV cache",
         "more GPUs, another --mem-fraction-static, fewer --max-total-tokens; `moepress plan` says what fits",
     ),
     (
@@ -63,7 +73,7 @@ _TABLE: Sequence[tuple[Cause, str, str]] = (
         r"(launch_server\.py|sglang serve): error: ",
         "compare the flags with this SGLang version: python -m sglang.launch_server --help",
     ),
-    (Cause.PORT_TAKEN, r"address already in use", "choose another port, or let moepress choose a free one"),
+    (Cause.PORT_TAKEN, r"address already in use", "choose another port (--port), or end what listens there: ss -ltnp"),
     (
         Cause.BAD_QUANTIZATION_CONFIG,
         r"KeyError: '(Linear|weights|quant_method|config_groups)'|Unable to find matching target for"
@@ -107,25 +117,59 @@ _TABLE: Sequence[tuple[Cause, str, str]] = (
         r"|should have a `model_type` key|trust_remote_code",
         "this SGLang version does not know the architecture of config.json (or needs --trust-remote-code)",
     ),
+    (
+        Cause.TIME_LIMIT,
+        r"Scheduler watchdog timeout \(|Read timed out\. \(read timeout=",
+        "a forward took longer than SGLang allows: another try finds compiled kernels in its cache; on a busy machine "
+        "--flags '--watchdog-timeout 1800', and SGLANG_WARMUP_TIMEOUT=1800 in the environment",
+    ),
+    (Cause.KILLED, r"died during initialization \(exit code: -9\)", _KILLED_HINT),
 )
 _COMPILED = tuple((cause, re.compile(pattern, re.IGNORECASE), hint) for cause, pattern, hint in _TABLE)
 
-# An exception's own line ("RuntimeError: ...", "torch.OutOfMemoryError: ..."), argparse's complaint, or our plug-in's.
+# An exception's own line ("RuntimeError: ...", "torch.OutOfMemoryError: ..."), argparse's or uvicorn's complaint, the
+# watchdog's, or our plug-in's.
 _EXCEPTION = re.compile(
     r"^(?:\[[^\]]*\] )?"
-    r"(?:[\w.]+(?:Error|Exception|Exit|Interrupt)\b.*|(?:\S*launch_server\.py|sglang serve): error: .*"
+    r"(?:[\w.]+(?:Error|Exception|Exit|Interrupt|Timeout)\b.*|(?:\S*launch_server\.py|sglang serve): error: .*"
+    r"|ERROR: +\[Errno \d+\].*|Scheduler watchdog timeout .*"
     r"|moepress (?:CPU lab|KV integrity): (?:made|this|refused).*)"
 )
+# What the parent says of a process that raised nothing. -15 is what it makes of its own end.
+_SIGNALLED = re.compile(r"^(?:\[[^\]]*\] )?Subprocess \S+ \(pid=\d+\) crashed with exit code (-\d+)\.")
+_ASKED_TO_END = -15
 _ECHO = re.compile(r"Received sigquit|KeyboardInterrupt|BrokenPipeError|ConnectionResetError|EOFError")
+# Lines that follow every end and tell nothing of it.
+_AFTERWARDS = re.compile(r"kill_process_tree called|^nanobind: |^ - |^See https://nanobind|^\s*$")
 
 
 def explain(log: str) -> Death | None:
-    """The cause of death that a log shows, or None if it shows no exception."""
-    raised = [line.strip() for line in log.splitlines() if _EXCEPTION.match(line.strip()) and not _ECHO.search(line)]
+    """The cause of death that a log shows, or None if it shows none."""
+    lines = [line.strip() for line in log.splitlines()]
+    raised = [line for line in lines if _EXCEPTION.match(line) and not _ECHO.search(line)]
     for cause, pattern, hint in _COMPILED:
         for line in raised:
             if pattern.search(line):
                 return Death(cause, line[:500], hint)
     if raised:
-        return Death(Cause.OTHER, raised[0][:500], "read the log from the first traceback on")
+        return Death(Cause.OTHER, _with_its_code(raised[0], lines)[:500], "read the log from the first traceback on")
+    for line in lines:
+        if (found := _SIGNALLED.match(line)) and (status := int(found[1])) != _ASKED_TO_END:
+            killed = status == -signal.SIGKILL
+            hint = _KILLED_HINT if killed else "read the log before this line; a crash in a kernel leaves no traceback"
+            return Death(Cause.KILLED if killed else Cause.CRASHED, line[:500], hint)
     return None
+
+
+def _with_its_code(line: str, lines: Sequence[str]) -> str:
+    """An exception that says nothing beside its name, with the line of code above it in the traceback."""
+    if ": " in line:
+        return line
+    above = [before for before in lines[: lines.index(line)] if before.strip("^~ ")]
+    return f"{line} at `{above[-1]}`" if above else line
+
+
+def last_lines(log: str, count: int = 5) -> str:
+    """The last lines that say something, indented, each of 300 characters at most; ``(nothing)`` for an empty log."""
+    telling = [line.rstrip()[:300] for line in log.splitlines() if not _AFTERWARDS.search(line)]
+    return "\n".join(f"    {line}" for line in telling[-count:]) or "    (nothing)"

@@ -92,6 +92,28 @@ def start_kept(
     )
 
 
+def run_kept(command: Sequence[str], *, variables: Mapping[str, str], log: Path, timeout_s: float | None = None) -> int:
+    """Run `command` under a keeper of its own until it ends; its exit status. Nothing of it is left, however this ends.
+
+    Args:
+        command: argument vector.
+        variables: the whole environment of the new process.
+        log: file for everything it writes; overwritten.
+        timeout_s: seconds that it may take; None = any.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer; it has ended by now.
+    """
+    with log.open("wb") as out:
+        process = start_kept(command, variables=variables, out=out)
+    try:
+        return process.wait(timeout_s)
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        process.wait()
+
+
 def keep(command: list[str], *, grace: float) -> int:
     """Run `command` until it ends or standard input closes. Returns its exit status."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -25,9 +25,17 @@ _CPU_LAB_FLAGS = (
     *("--attention-backend", "torch_native"),
     *("--cuda-graph-backend-decode", "disabled"),
     *("--cuda-graph-backend-prefill", "disabled"),
+    *("--watchdog-timeout", "3600"),  # 300 s end a server that a busy machine merely keeps waiting
 )
-# One thread: with tiny models a second one waits more than it works, and on a busy machine all the time.
-_CPU_LAB_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+_CPU_LAB_VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    # One thread: with tiny models a second one waits more than it works, and on a busy machine all the time.
+    "OMP_NUM_THREADS": "1",
+    # Half a minute of g++ in the first forward, many minutes on a busy machine, to make tiny models no faster.
+    "TORCH_COMPILE_DISABLE": "1",
+    "SGLANG_WARMUP_TIMEOUT": "3600",
+}
 _CPU_LAB_TOKENS = 20_000  # without a limit SGLang takes most of the machine's memory
 
 

@@ -15,12 +15,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moepress.errors import ServingError
-from moepress.serving import keeper
+from moepress.serving.ports import check_port
 from moepress.serving.serve import Deployment, Role
-from moepress.serving.sglang import SGLangServer, our_environment
+from moepress.serving.sglang import SGLangServer, launch_process, not_ready
 
-_GRACE_S = 15.0
 _POLL_S = 0.5
 
 
@@ -31,30 +29,18 @@ class RunningRole:
     role: Role
     server: SGLangServer
 
-    def check_alive(self) -> None:
-        """
-        Raises:
-            ServingError: it has ended, with the cause that its log gives.
-        """
-        if self.server.running:
-            return
-        death = self.server.read_log().death
-        lines = [line for line in self.server.log_text().splitlines() if line.strip()]
-        why = f"{death.cause}: {death.line}" if death else f"its last line: {lines[-1][-300:] if lines else '(empty)'}"
-        raise ServingError(
-            f"the {self.role.name} server has ended: {why}",
-            where=str(self.server.log_path),
-            hint=death.hint if death else "read the log",
-        )
-
     def ready(self) -> bool:
         """Whether it answers: a server by having generated a token, a router by knowing healthy servers of both kinds.
 
         A router's ``/health`` says that it runs; for a second or two it still has nobody to send requests to.
+
+        Raises:
+            ServerDied: it has ended, or its port is another's.
         """
         if self.role.name == "router":
+            self.server.check("while starting")
             return _answers(f"{self.role.launch.url}/readiness")
-        return self.server.read_log().ready and self.server.client.healthy()
+        return self.server.ready()
 
 
 @contextmanager
@@ -66,8 +52,12 @@ def running(deployment: Deployment, *, logs: Path, timeout_s: float) -> Iterator
         timeout_s: seconds until all servers must be ready.
 
     Raises:
-        ServingError: one died, or they were not ready in time.
+        ServerDied: one died, or a port is taken.
+        ServingError: they were not ready in time.
     """
+    for role in deployment.roles:
+        for url in role.also_binds:
+            check_port(url)
     with ExitStack() as stack:
         servers = [role for role in deployment.roles if role.name != "router"]
         started = [_start(role, logs, stack) for role in servers]
@@ -84,21 +74,17 @@ def watch(started: Sequence[RunningRole]) -> None:
     """Returns never: waits until one of the processes ends.
 
     Raises:
-        ServingError: when it does.
+        ServerDied: when it does.
     """
     while True:
         for role in started:
-            role.check_alive()
+            role.server.check()
         time.sleep(_POLL_S)
 
 
 def _start(role: Role, logs: Path, stack: ExitStack) -> RunningRole:
-    logs.mkdir(parents=True, exist_ok=True)
-    path = logs / f"{role.name}.log"
-    with path.open("wb") as out:
-        variables = {**our_environment(), **role.launch.variables}
-        process = keeper.start_kept(role.launch.command, variables=variables, out=out, grace=_GRACE_S)
-    server = SGLangServer(process, role.launch.url, path, role.launch.shell_line())
+    name = role.name if role.name in ("router", "server") else f"{role.name} server"
+    server = launch_process(role.launch, log=logs / f"{role.name}.log", name=name)
     stack.callback(server.stop)
     return RunningRole(role, server)
 
@@ -108,14 +94,10 @@ def _wait(started: Sequence[RunningRole], timeout_s: float, *, others: Sequence[
     waiting = list(started)
     while waiting:
         for role in (*started, *others):
-            role.check_alive()
+            role.server.check("while starting")
         waiting = [role for role in waiting if not role.ready()]
         if waiting and time.monotonic() > deadline:
-            raise ServingError(
-                f"the {waiting[0].role.name} server was not ready after {timeout_s:.0f} s",
-                where=str(waiting[0].server.log_path),
-                hint="give it more time (--boot-timeout), or read the log",
-            )
+            raise not_ready(waiting[0].server, timeout_s)
         if waiting:
             time.sleep(_POLL_S)
 

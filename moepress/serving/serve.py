@@ -30,16 +30,17 @@ from moepress.serving.launch import Launch, ServeOptions, sglang_launch
 RoleName = Literal["server", "prefill", "decode", "router"]
 LOCAL = "127.0.0.1"
 BOOTSTRAP_PORT = 8998
-"""Where decode asks the prefill server for its layout (SGLang's default)."""
+"""Where decode asks the prefill server for its layout (SGLang's default). A second pair on the machine needs another."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """One process: what it is for, and its command."""
+    """One process: what it is for, and its command. `also_binds`: URLs that it listens on besides the launch's."""
 
     name: RoleName
     about: str
     launch: Launch
+    also_binds: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -168,6 +169,7 @@ def prefill_and_decode(
     router_python: Path | str,
     kv_dtypes: tuple[str, str] = ("auto", "auto"),
     options: ServeOptions | None = None,
+    bootstrap_port: int = BOOTSTRAP_PORT,
     cpu_lab: bool = False,
 ) -> Deployment:
     """A prefill server, a decode server and a router in front.
@@ -179,6 +181,7 @@ def prefill_and_decode(
         router_python: interpreter of an environment with sglang-router.
         kv_dtypes: of prefill and of decode; ``auto`` follows the other side, or `choose_kv_dtype`.
         options: further choices for both servers.
+        bootstrap_port: where decode asks the prefill server for its layout.
 
     Raises:
         PlanRefused: the two cannot share a cache.
@@ -195,12 +198,14 @@ def prefill_and_decode(
     )
     roles = []
     for (side, checkpoint, does), server, name, first in zip(sides, servers, names, first_gpus, strict=True):
-        flags = _side_flags(side, decode.recipe, first, cpu_lab=cpu_lab)
+        flags = _side_flags(side, decode.recipe, first, bootstrap_port, cpu_lab=cpu_lab)
         mine = replace(options, extra=(*flags, *options.extra))
         launch = _launch(checkpoint, decode.contract, server, name, python, mine, cpu_lab=cpu_lab)
         where = "the CPU lab" if cpu_lab else f"{_gpus(server.tensor_parallel, first)} of {server.host}"
-        roles.append(Role(side, f"{checkpoint.location} {does}, on {where}", launch))
-    roles.append(Role("router", "the address for requests", _router(roles, router, router_python)))
+        also = (f"http://{server.host}:{bootstrap_port}",) if side == "prefill" else ()
+        roles.append(Role(side, f"{checkpoint.location} {does}, on {where}", launch, also))
+    in_front = _router(roles, router, bootstrap_port, router_python)
+    roles.append(Role("router", "the address for requests", in_front))
     notes = [
         f"KV cache {names[0]} on both sides: {why}",
         "checked: both checkpoints are one model by config.json, and their KV scales are the same",
@@ -209,13 +214,15 @@ def prefill_and_decode(
     return Deployment(tuple(roles), tuple(notes))
 
 
-def _side_flags(side: Literal["prefill", "decode"], recipe: Recipe, first_gpu: int, *, cpu_lab: bool) -> list[str]:
+def _side_flags(
+    side: Literal["prefill", "decode"], recipe: Recipe, first_gpu: int, bootstrap_port: int, *, cpu_lab: bool
+) -> list[str]:
     pd = recipe.serving.disaggregation
     flags = ["--disaggregation-mode", side, "--disaggregation-transfer-backend", pd.transfer_backend]
     if pd.kv_checksum and not cpu_lab:  # its kernel runs on GPUs alone
         flags.append("--disaggregation-enable-kv-checksum")
     if side == "prefill":
-        flags += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
+        flags += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     if first_gpu:
         flags += ["--base-gpu-id", str(first_gpu)]
     return flags
@@ -252,9 +259,9 @@ def _launch(
     )
 
 
-def _router(servers: Sequence[Role], router: Server, python: Path | str) -> Launch:
+def _router(servers: Sequence[Role], router: Server, bootstrap_port: int, python: Path | str) -> Launch:
     prefill, decode = (role.launch.url for role in servers)
-    flags = ("--pd-disaggregation", "--prefill", prefill, str(BOOTSTRAP_PORT), "--decode", decode)
+    flags = ("--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode)
     place = ("--host", router.host, "--port", str(router.port))
     command = (str(python), "-m", "sglang_router.launch_router", *flags, *place)
     return Launch(command, f"http://{router.host}:{router.port}")

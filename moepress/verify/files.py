@@ -11,15 +11,17 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from moepress.convert.journal import STATE_FOLDER
 from moepress.convert.receipts import PUBLISHED_RECEIPTS, published_receipts
 from moepress.errors import ConvertError
 from moepress.formats.sealed_json import DIGEST, content_digest, seal_problem
-from moepress.results import SIGNATURE_NAME
+from moepress.formats.shard_index import INDEX_NAME
+from moepress.results import REPORT_NAME, SIGNATURE_NAME
 from moepress.verify.findings import Findings
 
-INDEX = "model.safetensors.index.json"
-REPORT = "moepress_report.json"
-STATE = ".moepress"
+INDEX = INDEX_NAME
+REPORT = REPORT_NAME
+STATE = STATE_FOLDER
 PACKED = ("weight_packed", "weight_scale", "weight_shape")
 """What compressed-tensors stores of an INT4 weight."""
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")

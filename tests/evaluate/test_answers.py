@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,27 @@ def test_nobody_or_somebody_else_at_a_url(
 ) -> None:
     with pytest.raises(EvaluateError, match=message):
         connect(url or server.url, model=model)
+
+
+def test_a_server_too_busy_to_say_what_it_is_is_not_taken_for_another() -> None:
+    """SGLang's own requests and OpenAI's give other figures, and are kept under other names."""
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/v1/models" else 503)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "tiny"}]}')
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(EvaluateError, match="GET /server_info: no answer after 3 tries: HTTP 503"):
+                connect(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
 
 
 def test_a_key_is_sent_and_never_kept(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from moepress.calibration.text import default_documents
+from moepress.cli import app
 from moepress.errors import CheckpointError
 from moepress.evaluate.fidelity import measure_fidelity
 from moepress.evaluate.texts import domain_documents
@@ -44,6 +46,21 @@ def test_conversations_are_left_out_where_there_is_no_chat_template(pair: tuple[
     source = shutil.copytree(pair[1], tmp_path / "source")
     (source / "chat_template.jinja").unlink()
     assert set(measure_fidelity(pair[0], source, samples=1, length=16).texts) == {"prose", "code"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--text", "a/held-out.txt", "--text", "b/held-out.jsonl"), "two files are called 'held-out'"),
+        (("--picture", "errors.txt"), "it has to end in .svg"),
+        (("--picture", "no-such-folder/errors.svg"), "in a folder that is there"),
+    ],
+)
+def test_what_would_be_lost_is_refused_before_a_layer_is_run(
+    pair: tuple[Path, Path], words: tuple[str, ...], message: str
+) -> None:
+    done = CliRunner().invoke(app, ["fidelity", str(pair[0]), "--source", str(pair[1]), *words])
+    assert message in str(done.exception)
 
 
 def test_two_models_are_refused_before_a_layer_is_run(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -167,3 +170,34 @@ def test_words_of_the_command_line(word: str, task: str, metric: str) -> None:
     assert found is not None
     assert (found.task, found.metric) == (task, metric)
     assert task_named("no_such_task") is None
+
+
+def test_kill_minus_nine_leaves_no_lm_eval(tmp_path: Path) -> None:
+    """It asks for hours; nobody would know why the server is busy."""
+    owner = f"""
+import sys
+from pathlib import Path
+from moepress.evaluate.answers import Answers, Contestant
+from moepress.evaluate.endpoint import Endpoint
+from moepress.evaluate.lm_eval_process import _execute
+run = Path({str(tmp_path)!r})
+endpoint = Endpoint("http://127.0.0.1:1", "openai", "m", "")
+with Answers(run) as answers:
+    who = Contestant("source", "m", "m", "openai", "", lambda: endpoint, answers)
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    _execute([sys.executable, "-c", code], who, run)
+"""
+    process = subprocess.Popen([sys.executable, "-c", owner])
+    deadline = time.monotonic() + 60
+    log = tmp_path / "lm_eval.log"
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    asking = Path(f"/proc/{int(log.read_text())}")
+    assert asking.exists()
+    process.kill()
+    process.wait()
+    while asking.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -12,15 +12,18 @@ import torch
 
 from moepress.errors import EvaluateError
 from moepress.evaluate.answers import Answers, Contestant
+from moepress.evaluate.call_match import MadeCall
 from moepress.evaluate.endpoint import connect
 from moepress.evaluate.tool_calls import Played, play_cases, tool_calls_json
 from moepress.evaluate.tool_world_process import expected_call
-from moepress.evaluate.tool_worlds import MOST_STEPS, WorldCase, read_worlds
+from moepress.evaluate.tool_worlds import MOST_STEPS, WorldCase, open_world, read_worlds
 from tests.evaluate.served_model import ServedModel, serve
 
 VARIABLE = "MOEPRESS_BFCL"
 
 WORLD = """
+import sys
+
 class TicketAPI:
     def _load_scenario(self, scenario, long_context=False):
         self.tickets = dict(scenario["tickets"])
@@ -36,6 +39,11 @@ class TicketAPI:
 
     def count(self):
         return {"count": len(self.tickets)}
+
+    def shout(self):
+        print("x" * 200_000)
+        print("y" * 200_000, file=sys.stderr)
+        return {"shouted": True}
 
     def think(self, number):
         while True:
@@ -174,6 +182,15 @@ def test_a_value_that_takes_for_ever_costs_its_turn_not_the_run(tmp_path: Path, 
     played, bodies = play(case, [[[("think", {"number": 3})]], [COUNTED], [CLOSED]], tmp_path / "a")
     assert [match.correct for match in played.matches] == [False, False, False]
     assert "took too long" in bodies[1]["messages"][-1]["content"]
+
+
+def test_what_a_tool_prints_is_no_answer_and_stops_nothing(tmp_path: Path) -> None:
+    (case,) = read_worlds(package(tmp_path, ("base", CASE, TRUTH)))
+    with open_world(case) as world:
+        assert world.run([MadeCall("1", "shout", "{}"), MadeCall("2", "count", "{}")]) == [
+            '{"shouted": true}',
+            '{"count": 1}',
+        ]
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_cut_off_answers_fail_the_task(servers: Servers, cases: Path, tmp_path: 
         (("--tasks", "gsm9k"), "no such task: gsm9k"),
         (("--tasks", ""), "no such task: (none given)"),
         (("--text", "prose"), "is not NAME=FILE"),
+        (("--text", f"prose={__file__}"), "two files are called 'prose'"),
         (("--set", "evaluation.max_klx=1"), "evaluation.max_klx: no such field"),
         (("--windows", "4000"), "too little text"),
         (("--api-key-env", "NO_SUCH_VARIABLE"), "is not set"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,33 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def reader(checkpoint: Checkpoint) -> Iterator[TensorReader]:
     with TensorReader(checkpoint) as opened:
         yield opened
+
+
+class Late(Checkpoint):
+    """Its second shard is on its way until `arrived` is set."""
+
+    arrived = threading.Event()
+    asked = threading.Event()
+
+    def path(self, name: str) -> Path:
+        if name.startswith("model-00002"):
+            self.asked.set()
+            assert self.arrived.wait(30)
+        return super().path(name)
+
+
+def test_who_waits_for_a_shard_on_its_way_holds_up_nobody_else(checkpoint: Checkpoint) -> None:
+    late = Late(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
+    with TensorReader(late) as reader, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.tensor, late.tensors["fused"])
+        try:
+            assert late.asked.wait(30)
+            assert float(reader.tensor(late.tensors["scalar"])) == 2.5
+            reader.read_ahead(late.tensors["scalar"])
+            assert not waiting.done()
+        finally:
+            late.arrived.set()
+        assert waiting.result().shape == (4, 6, 8)
 
 
 @pytest.mark.oracle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moepress.serving.death import Cause, explain
+from moepress.serving.death import Cause, explain, last_lines
 
 SIGQUIT = "[17:10:24] Received sigquit from a child process. It usually means the child failed.\n"
 
@@ -47,6 +47,34 @@ SIGQUIT = "[17:10:24] Received sigquit from a child process. It usually means th
         ),
         (Cause.BAD_ARGUMENT, "sglang serve: error: unrecognized arguments: --no-such-flag"),
         (Cause.PORT_TAKEN, "OSError: [Errno 98] error while attempting to bind on address: address already in use"),
+        (
+            Cause.PORT_TAKEN,
+            "[2026-11-30 06:30:59] ERROR:    [Errno 98] error while attempting to bind on address "
+            "('127.0.0.1', 47383): address already in use",
+        ),
+        (Cause.TIME_LIMIT, "[17:15:20] Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)"),
+        (
+            Cause.TIME_LIMIT,
+            "requests.exceptions.ReadTimeout: HTTPConnectionPool(host='127.0.0.1', port=30000): Read timed out. "
+            "(read timeout=600)",
+        ),
+        (
+            Cause.KILLED,
+            "RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If exit code is -9 (SIGKILL), "
+            "a common cause is the OS OOM killer.",
+        ),
+        (
+            Cause.KILLED,
+            "[17:10:30] Subprocess scheduler_0 (pid=5158) crashed with exit code -9. Triggering SIGQUIT for cleanup...",
+        ),
+        (
+            Cause.CRASHED,
+            "[17:10:30] Subprocess scheduler_0 (pid=5158) crashed with exit code -11. Triggering SIGQUIT for cleanup...",
+        ),
+        (
+            Cause.OUT_OF_MEMORY,
+            "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.8. Raise it",
+        ),
         (Cause.MISSING_FILE, "FileNotFoundError: [Errno 2] No such file or directory: '/models/m/config.json'"),
         (Cause.WRONG_VERSION, "moepress CPU lab: made for sglang 0.5.23, this is 0.6.0. Take the lab's folder off"),
         (
@@ -70,6 +98,29 @@ def test_a_cause_is_preferred_to_its_echo() -> None:
     death = explain(log)
     assert death is not None
     assert death.cause is Cause.OUT_OF_MEMORY
+
+
+def test_an_exception_is_preferred_to_what_the_parent_says_of_it() -> None:
+    killed = "[x] Subprocess scheduler_0 (pid=5158) crashed with exit code -9. Triggering SIGQUIT for cleanup...\n"
+    death = explain(f"ZeroDivisionError: division by zero\n{killed}")
+    assert death is not None
+    assert (death.cause, death.line) == (Cause.OTHER, "ZeroDivisionError: division by zero")
+
+
+def test_a_server_that_was_asked_to_end_has_died_of_nothing() -> None:
+    assert explain("[x] Subprocess scheduler_0 (pid=5) crashed with exit code -15. Triggering SIGQUIT for ...") is None
+
+
+def test_an_exception_without_words_is_told_with_its_line_of_code() -> None:
+    death = explain('  File "x.py", line 205, in f\n    assert x1.is_cuda\n           ^^^^^^^^^^\nAssertionError\n')
+    assert death is not None
+    assert death.line == "AssertionError at `assert x1.is_cuda`"
+
+
+def test_the_last_lines_are_those_that_tell() -> None:
+    log = "a\nb\n\n[x] kill_process_tree called: parent_pid=1\nnanobind: leaked 4 instances!\n - leaked instance 0x7f\n"
+    assert last_lines(log, 2) == "    a\n    b"
+    assert last_lines("\n") == "    (nothing)"
 
 
 def test_warnings_are_no_death() -> None:

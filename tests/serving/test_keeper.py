@@ -120,3 +120,13 @@ def test_what_a_dead_server_leaves_behind_is_ended() -> None:
     assert process.wait(30) == 0
     assert alive([left]) == []
     assert os.getpid() not in keeper.descendants(os.getpid())
+
+
+def test_run_until_its_end_or_the_limit(tmp_path: Path) -> None:
+    log, variables = tmp_path / "log", dict(os.environ)
+    code = "print('said'); raise SystemExit(3)"
+    assert keeper.run_kept([sys.executable, "-c", code], variables=variables, log=log) == 3
+    assert log.read_text() == "said\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        keeper.run_kept(["sleep", "600"], variables=variables, log=log, timeout_s=1)
+    assert alive(keeper.descendants(os.getpid())) == []

@@ -38,6 +38,10 @@ def test_the_cpu_lab_is_on_the_path_and_keeps_its_own_attention() -> None:
     assert launch.command.count("--attention-backend") == 1
     assert launch.command[launch.command.index("--attention-backend") + 1] == "torch_native"
     assert "--max-total-tokens" in launch.command
+    assert launch.variables["TORCH_COMPILE_DISABLE"] == "1"
+    own = sglang_launch("python", "m", port=1, options=ServeOptions(extra=("--watchdog-timeout", "5")), cpu_lab=True)
+    limits = [own.command[at + 1] for at, word in enumerate(own.command) if word == "--watchdog-timeout"]
+    assert limits == ["3600", "5"], "of two the server takes the last, the user's"
 
 
 def test_the_cpu_lab_refuses_several_ranks() -> None:

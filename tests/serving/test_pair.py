@@ -16,9 +16,9 @@ from moepress.formats.checkpoint import open_checkpoint
 from moepress.recipe import load_recipe
 from moepress.serving.client import SGLangClient
 from moepress.serving.launch import ServeOptions
+from moepress.serving.ports import free_ports
 from moepress.serving.running import running
 from moepress.serving.serve import Server, open_pressed, prefill_and_decode
-from moepress.serving.sglang import free_port
 from moepress.serving.validation.prompts import load_prompts
 from moepress.serving.validation.reference import TOP, compare_with_reference
 from tests.stretched import stretch_folder
@@ -51,11 +51,13 @@ def test_what_prefill_caches_decode_reads(python: Path, tmp_path: Path) -> None:
 
     pressed = open_pressed(decode, ["serving.disaggregation.transfer_backend=mooncake_tcp"])
     prompts = load_prompts(decode, TINY / "prompts.jsonl", longest=None, vocabulary=2048)[:6]
+    ports = free_ports(4)
     deployment = prefill_and_decode(
         open_checkpoint(prefill),
         pressed,
-        (Server("127.0.0.1", free_port(), 1), Server("127.0.0.1", free_port(), 1)),
-        Server("127.0.0.1", free_port(), 0),
+        (Server("127.0.0.1", ports[0], 1), Server("127.0.0.1", ports[1], 1)),
+        Server("127.0.0.1", ports[2], 0),
+        bootstrap_port=ports[3],
         python=python,
         router_python=python,
         options=ServeOptions(max_total_tokens=4000),

@@ -221,7 +221,7 @@ def test_a_server_that_dies_ends_the_others(pairs: dict[str, tuple[Path, Path]],
         for role, code in ((prefill, lives), (decode, waits))
     )
     with (
-        pytest.raises(ServingError, match=r"the decode server has ended: out of memory") as ended,
+        pytest.raises(ServingError, match=r"the decode server died while starting: out of memory") as ended,
         running(Deployment(roles), logs=tmp_path, timeout_s=60) as started,
     ):
         watch(started)

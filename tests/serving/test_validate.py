@@ -20,8 +20,8 @@ from moepress.convert.run import convert
 from moepress.recipe import load_recipe
 from moepress.results import read_results
 from moepress.serving import keeper
-from moepress.serving.launch import sglang_launch
-from moepress.serving.sglang import free_port, start
+from moepress.serving.launch import Launch, sglang_launch
+from moepress.serving.sglang import start_anywhere
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracle, pytest.mark.timeout(1800)]
 
@@ -78,7 +78,10 @@ def gates(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_everything_that_a_cpu_can_judge_passes_and_the_rest_is_not_judged(whole: dict[str, Any]) -> None:
-    assert gates(whole) == {
+    found = gates(whole)
+    # the tiny model loops by itself, source and pressed alike; of four answers chance may give one more to the pressed
+    assert found.pop("max_loops") in ("passed", "not judged")
+    assert found == {
         "loads": "passed",
         "max_gib_per_gpu": "not judged",
         "min_decode_speedup at 1": "not judged",
@@ -86,7 +89,6 @@ def test_everything_that_a_cpu_can_judge_passes_and_the_rest_is_not_judged(whole
         "max_serving_kl": "passed",
         "min_agreement": "passed",
         "deterministic": "passed",
-        "max_loops": "passed",
     }, whole["gates"]
     assert whole["verdict"] == "not judged"
     assert whole["smoke"]
@@ -218,8 +220,11 @@ def test_a_server_that_cannot_start_for_another_reason_is_an_error(sglang_python
 
 def test_a_server_that_is_up_already(sglang_python: Path, pressed: Path, tmp_path: Path) -> None:
     """What it loaded cannot be proven, which is not the same as proven."""
-    launch = sglang_launch(sglang_python, pressed, port=free_port(), cpu_lab=True)
-    with start(launch, log=tmp_path / "server.log", timeout_s=800) as server:
+
+    def launch(port: int) -> Launch:
+        return sglang_launch(sglang_python, pressed, port=port, cpu_lab=True)
+
+    with start_anywhere(launch, log=tmp_path / "server.log", timeout_s=800) as server:
         run = validate(sglang_python, pressed, "--url", server.url, "--only", "loads,memory", "--strict", "--json")
         assert server.running, "it is not ours to stop"
     assert run.returncode == 1, run.stderr + run.stdout

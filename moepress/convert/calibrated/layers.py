@@ -276,8 +276,14 @@ class CalibratedLayers:
         return routed
 
 
-def run_settings(checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = "cpu") -> RunSettings:
-    """How the plan's recipe runs layers of this checkpoint."""
+def run_settings(
+    checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = "cpu", processes: int = 1
+) -> RunSettings:
+    """How the plan's recipe runs layers of this checkpoint.
+
+    Args:
+        processes: that share this machine's memory.
+    """
     recipe, text = plan.recipe, text_config(plan.family, checkpoint.config)
     precision = recipe.calibration.precision
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -296,7 +302,7 @@ def run_settings(checkpoint: Checkpoint, plan: ConversionPlan, *, device: str = 
             length=recipe.calibration.length,
             dtype_bytes=dtype.itemsize,
             threads=width_on(device),
-            available=available_memory(),
+            available=available_memory() // processes,
         ),
     )
 

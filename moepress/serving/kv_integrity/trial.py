@@ -16,7 +16,7 @@ from typing import Any
 
 from moepress.errors import ServingError
 from moepress.serving.kv_integrity import LOG_VARIABLE, MODE_VARIABLE, SITE, STATUS_KEY
-from moepress.serving.validation.figures import Figure
+from moepress.serving.validation.figures import Figure, ratio
 from moepress.serving.validation.gates import Failed, Gate, Outcome, Passed
 from moepress.serving.validation.sides import Host, Side, Stage
 from moepress.serving.validation.speed import Speed, SpeedRun, visits
@@ -71,9 +71,9 @@ class Trial:
                 found.append(
                     Overhead(
                         row.concurrency,
-                        _ratio(mine.output, theirs.output),
-                        _ratio(mine.inter_token_p95, theirs.inter_token_p95),
-                        _ratio(mine.ttft_p95, theirs.ttft_p95),
+                        ratio(mine.output, theirs.output),
+                        ratio(mine.inter_token_p95, theirs.inter_token_p95),
+                        ratio(mine.ttft_p95, theirs.ttft_p95),
                     )
                 )
         return tuple(found)
@@ -183,8 +183,3 @@ def judge(trial: Trial, *, smoke: bool) -> Gate:
             costs,
         )
     return Gate(GATE, outcome)
-
-
-def _ratio(mine: Figure, theirs: Figure) -> Figure:
-    """Round by round: what disturbed a round disturbed both sides of it."""
-    return Figure.of([one / other for one, other in zip(mine.runs, theirs.runs, strict=False)], "×")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-GIB = 2**30
+from moepress.formats.sizes import GIB
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Figure:
         if len(self.runs) > 1:
             data |= {"min": min(self.runs), "max": max(self.runs), "runs": list(self.runs)}
         return data
+
+
+def ratio(mine: Figure, theirs: Figure) -> Figure:
+    """Mine over theirs, round by round: what disturbed a round disturbed both sides of it."""
+    return Figure.of([one / other for one, other in zip(mine.runs, theirs.runs, strict=False)], "×")
 
 
 def gib(count: float) -> Figure:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from moepress.errors import CheckpointError, ServingError
 from moepress.formats.architecture import expected_weights
 from moepress.formats.checkpoint import Checkpoint
@@ -28,7 +30,6 @@ from moepress.serving.load_proof import read_reports
 from moepress.serving.validation.figures import Figure, gib, json_or_none
 from moepress.serving.validation.sides import Side
 
-_WIDTHS = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2}
 _OTHER = "the server's own parameters"
 _NOTABLE = 0.01
 
@@ -221,7 +222,7 @@ def _parameters(side: Side, checkpoint: Checkpoint) -> dict[str, int]:
         sums = ranks.setdefault(report.get("process"), {})
         for held in report["parameters"].values():
             name = _component(checkpoint, held["sources"])
-            sums[name] = sums.get(name, 0) + math.prod(held["shape"]) * _WIDTHS.get(held["dtype"], 1)
+            sums[name] = sums.get(name, 0) + math.prod(held["shape"]) * getattr(torch, held["dtype"]).itemsize
     return max(ranks.values(), key=lambda sums: sum(sums.values()))
 
 

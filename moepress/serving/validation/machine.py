@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moepress.errors import ServingError
-from moepress.serving.sglang import our_environment
+from moepress.serving.sglang import ask_python
 
 _PACKAGES = (
     *("sglang", "torch", "transformers", "compressed-tensors", "triton", "xgrammar"),
@@ -50,7 +50,11 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Asks the kernel, and nvidia-smi where there is one."""
+    """Asks the kernel, and nvidia-smi where there is one.
+
+    Raises:
+        ServingError: nvidia-smi hangs, as it does when the driver is lost.
+    """
     gpus, driver = _gpus()
     return Machine(
         system=f"{platform.system()} {platform.release()}",
@@ -77,20 +81,17 @@ def packages(python: Path) -> dict[str, str]:
         "    except m.PackageNotFoundError: pass\n"
         "print(json.dumps({'python': sys.version.split()[0], **found}))"
     )
-    asked = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, timeout=60, env=our_environment(), check=False
-    )
-    if asked.returncode:
-        raise ServingError(f"this Python does not run: {asked.stderr.strip()[-300:]}", where=str(python))
-    return dict(json.loads(asked.stdout))
+    return dict(json.loads(ask_python(python, code)))
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    except OSError:
+    except OSError:  # no such program
         return (), None
+    except subprocess.TimeoutExpired as error:
+        raise ServingError("nvidia-smi does not answer within a minute", hint="moepress doctor") from error
     if asked.returncode:
         return (), None
     rows = [[part.strip() for part in line.split(",")] for line in asked.stdout.splitlines() if line.strip()]

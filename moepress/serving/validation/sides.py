@@ -10,7 +10,7 @@ load recorder's reports; what a later boot of the same side holds can be compare
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from moepress.serving.container import PYTHON, enclose
 from moepress.serving.launch import CPU_LAB, Launch, ServeOptions, sglang_launch
 from moepress.serving.load_proof import RECORDER, RECORDER_VARIABLE
 from moepress.serving.server_log import ServerLog
-from moepress.serving.sglang import Environment, SGLangServer, free_port
+from moepress.serving.sglang import Environment, SGLangServer
 from moepress.serving.validation.figures import Figure
 
 Name = Literal["candidate", "baseline"]
@@ -194,7 +194,8 @@ class Stage:
         self._running.clear()
 
     def _boot(self, side: Side) -> SGLangServer:
-        if self._host is None:
+        host = self._host
+        if host is None:
             raise ServingError(
                 f"there is no SGLang here to boot the {side.name} with", hint="name one: --sglang-python PATH"
             )
@@ -202,31 +203,38 @@ class Stage:
         reports = self._work / f"{side.name}-{number}-loaded"
         shutil.rmtree(reports, ignore_errors=True)
         reports.mkdir(parents=True)
-        launch = sglang_launch(
-            self._host.python,
-            side.model.resolve(),
-            port=free_port(),
-            options=side.options,
-            contract_flags=side.contract_flags,
-            cpu_lab=self._host.cpu_lab,
-            plugins=[RECORDER, *side.plugins],
-        )
-        launch = replace(launch, variables={**launch.variables, RECORDER_VARIABLE: str(reports), **side.variables})
-        folders = [side.model.resolve(), RECORDER, *side.plugins, *([CPU_LAB] if self._host.cpu_lab else [])]
-        placed = self._host.place(launch, folders=folders, work=self._work)
         log_path = self._work / f"{side.name}-{number}.log"
         self._tell(f"booting the {side.name}: {side.model} (log: {log_path})")
-        server = sglang.start(placed, log=log_path, timeout_s=self._timeout_s)
+        server = sglang.start_anywhere(
+            lambda port: self._launch(side, host, port, reports), log=log_path, timeout_s=self._timeout_s
+        )
         try:
             side.info = server.client.server_info()
             boot = Boot(server.boot_seconds, server.read_log(), log_path, server.command, reports)
             # Only ours is compared with itself: hashing a source's FP8 dequantizes it.
             sums = server.client.checksums() if side.name == "candidate" else None
             side.boots.append(replace(boot, checksums=sums))
-        except BaseException:
+        except BaseException as error:
+            died = _why_no_answer(error, [server])
             server.stop()
+            if died is not None:
+                raise died from error
             raise
         return server
+
+    def _launch(self, side: Side, host: Host, port: int, reports: Path) -> Launch:
+        launch = sglang_launch(
+            host.python,
+            side.model.resolve(),
+            port=port,
+            options=side.options,
+            contract_flags=side.contract_flags,
+            cpu_lab=host.cpu_lab,
+            plugins=[RECORDER, *side.plugins],
+        )
+        launch = replace(launch, variables={**launch.variables, RECORDER_VARIABLE: str(reports), **side.variables})
+        folders = [side.model.resolve(), RECORDER, *side.plugins, *([CPU_LAB] if host.cpu_lab else [])]
+        return host.place(launch, folders=folders, work=self._work)
 
     def __enter__(self) -> Stage:
         return self
@@ -235,9 +243,14 @@ class Stage:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         """ "No answer" becomes the cause of death, where a server of ours has died of something."""
-        died = None
-        if isinstance(value, ServingError) and not isinstance(value, ServerDied):
-            died = next((cause for server in self._running.values() if (cause := server.autopsy())), None)
+        died = _why_no_answer(value, self._running.values())
         self.stop()
         if died is not None:
             raise died from value
+
+
+def _why_no_answer(error: BaseException | None, servers: Iterable[SGLangServer]) -> ServerDied | None:
+    """The death of one of `servers`, where `error` says that a server did not answer."""
+    if not isinstance(error, ServingError) or isinstance(error, ServerDied):
+        return None
+    return next((died for server in servers if (died := server.autopsy())), None)

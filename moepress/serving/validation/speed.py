@@ -24,10 +24,11 @@ from typing import Any
 
 from moepress.errors import ServingError
 from moepress.serving import keeper
+from moepress.serving.death import last_lines
 from moepress.serving.launch import CPU_LAB, Launch
 from moepress.serving.sglang import our_environment
 from moepress.serving.validation import bench_client
-from moepress.serving.validation.figures import Figure, json_or_none
+from moepress.serving.validation.figures import Figure, json_or_none, ratio
 from moepress.serving.validation.sides import Host, Name, Stage
 
 _NOTABLE = 0.02
@@ -98,7 +99,7 @@ class DecodeRow:
 
     @property
     def ratio(self) -> Figure | None:
-        return None if self.baseline is None else _ratio(self.candidate.decode, self.baseline.decode)
+        return None if self.baseline is None else ratio(self.candidate.decode, self.baseline.decode)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -123,7 +124,7 @@ class Speed:
     def prefill_ratio(self) -> Figure | None:
         if "baseline" not in self.prefill:
             return None
-        return _ratio(self.prefill["candidate"], self.prefill["baseline"])
+        return ratio(self.prefill["candidate"], self.prefill["baseline"])
 
     def remarks(self) -> list[str]:
         """What a reader of the figures should know."""
@@ -256,25 +257,18 @@ class SpeedRun:
             (self._host.python, str(client), str(listed)), url="", variables={"HF_HUB_OFFLINE": "1", **variables}
         )
         placed = self._host.place(launch, folders=[], work=self._work)
-        with log.open("wb") as out:
-            process = keeper.start_kept(placed.command, variables={**our_environment(), **placed.variables}, out=out)
-        _wait(process, log)
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
-    try:
-        status = process.wait(_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ServingError(f"bench_serving was not done after {_TIMEOUT_S:.0f} s", where=str(log)) from None
-    finally:
-        if process.stdin is not None:
-            process.stdin.close()
-        process.wait()
-    if status:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise ServingError(
-            f"bench_serving ended with status {status}: {lines[-1][-300:] if lines else '(no output)'}", where=str(log)
-        )
+        variables = {**our_environment(), **placed.variables}
+        try:
+            status = keeper.run_kept(placed.command, variables=variables, log=log, timeout_s=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ServingError(f"bench_serving was not done after {_TIMEOUT_S:.0f} s", where=str(log)) from None
+        if status:
+            said = last_lines(log.read_text(errors="replace"))
+            raise ServingError(
+                f"bench_serving ended with status {status}; its log ends with\n{said}",
+                where=str(log),
+                hint="read the log",
+            )
 
 
 def _rates(runs: Sequence[dict[str, Any]], concurrency: int) -> Rates:
@@ -291,11 +285,6 @@ def _rates(runs: Sequence[dict[str, Any]], concurrency: int) -> Rates:
         inter_token_p50=ms("median_itl_ms"),
         inter_token_p95=ms("p95_itl_ms"),
     )
-
-
-def _ratio(candidate: Figure, baseline: Figure) -> Figure:
-    """Round by round: what disturbed a round disturbed both sides of it."""
-    return Figure.of([mine / theirs for mine, theirs in zip(candidate.runs, baseline.runs, strict=False)], "×")
 
 
 def _verdict(ratio: Figure | None) -> str | None:

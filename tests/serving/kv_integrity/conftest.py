@@ -13,7 +13,7 @@ import pytest
 
 from moepress.serving.kv_integrity import SITE
 from moepress.serving.launch import CPU_LAB
-from moepress.serving.sglang import free_port
+from moepress.serving.ports import free_port
 
 SIDE = Path(__file__).parent / "sglang_side"
 

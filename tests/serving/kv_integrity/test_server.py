@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from moepress.serving.kv_integrity import LOG_VARIABLE, MODE_VARIABLE, SITE, STATUS_KEY
-from moepress.serving.launch import ServeOptions, sglang_launch
-from moepress.serving.sglang import SGLangServer, free_port, start
+from moepress.serving.launch import Launch, ServeOptions, sglang_launch
+from moepress.serving.sglang import SGLangServer, start_anywhere
 from tests.serving.kv_integrity.dense import unquantized
 from tests.serving.kv_integrity.streams import Stream, generate, generate_all, prompts
 from tests.tiny_checkpoints import TinyCheckpoint
@@ -91,15 +91,18 @@ def guarded(
         page_size=page_size,
         extra=("--dtype", "float32", "--max-running-requests", "40", "--enable-metrics", *flags),
     )
-    launch = sglang_launch(sglang_python, model, port=free_port(), options=options, cpu_lab=True, plugins=[SITE])
     variables = {
-        **launch.variables,
         **more,
         MODE_VARIABLE: "enforce",
         LOG_VARIABLE: str(work / "violations.jsonl"),
         f"{MODE_VARIABLE}_FAULTS": str(faults),
     }
-    with start(replace(launch, variables=variables), log=work / "server.log", timeout_s=800) as server:
+
+    def launch(port: int) -> Launch:
+        found = sglang_launch(sglang_python, model, port=port, options=options, cpu_lab=True, plugins=[SITE])
+        return replace(found, variables={**found.variables, **variables})
+
+    with start_anywhere(launch, log=work / "server.log", timeout_s=800) as server:
         yield Guarded(server, faults, work / "violations.jsonl")
 
 
