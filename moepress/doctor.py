@@ -195,13 +195,14 @@ def check_gpus() -> Check:
 
 def check_sglang() -> Check:
     """The environment that validate, evaluate and serve boot."""
+    from moepress.environments import command
     from moepress.errors import ServingError
     from moepress.serving.sglang import find_environment
 
     try:
         environment = find_environment(None)
     except ServingError as error:
-        return Check("SGLang", "note", error.what, error.hint or "make sglang-cpu")
+        return Check("SGLang", "note", error.what, error.hint or command("sglang-cpu"))
     return Check("SGLang", "good", f"{environment.version} in {environment.python}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -14,7 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from moepress.cli import COMMANDS, app
 from tests.pressing import RECIPES
 from tests.tiny_checkpoints import TinyCheckpoint, build
 
@@ -123,7 +127,6 @@ def test_the_shell_completes_commands_options_and_recipes() -> None:
 
 
 def test_every_command_has_examples_and_help_has_the_exit_codes() -> None:
-    from moepress.cli import COMMANDS
     from moepress.commands.examples import EXAMPLES, EXIT_CODES
 
     names = {command.__name__ for commands in COMMANDS.values() for command in commands}
@@ -131,8 +134,47 @@ def test_every_command_has_examples_and_help_has_the_exit_codes() -> None:
     shown = " ".join(moepress("--help").stdout.split())
     for code, what in EXIT_CODES.items():
         assert f"{code} {what}"[:60] in shown
-    line = EXAMPLES["verify"][0][0]
-    assert line in " ".join(moepress("verify", "--help").stdout.split())
+    line, what = EXAMPLES["verify"][0]
+    assert f"# {what} {line}" in " ".join(moepress("verify", "--help").stdout.split())
+
+
+def test_help_is_whole_in_a_window_of_80_columns() -> None:
+    """A word that is longer than its column is cut by a mark, and what it said is gone."""
+    words = [[command.__name__] for commands in COMMANDS.values() for command in commands]
+    words += [["recipes"], ["cluster"]]
+    words += [["recipes", name] for name in ("list", "show", "check", "schema", "families")]
+    words += [["cluster", name] for name in ("slurm", "kuberay")]
+    for command in [[], *words]:
+        shown = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*command, "--help"])
+        assert shown.exit_code == 0, shown.output
+        cut = [line for line in shown.output.splitlines() if re.search(r"[\w/.:-]…", line)]
+        assert not cut, f"moepress {' '.join(command)} --help: {cut}"
+
+
+def unboxed(shown: str) -> str:
+    """What stands in a box, on one line."""
+    return " ".join(re.sub("[│─╭╮╰╯]", " ", shown).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--threads", "0"], "'--threads': 0 is too small; it must be 1 or more"),
+        (["--threads", "two"], "'--threads': 'two' is not a whole number; it must be 1 or more"),
+        (["--memory-fraction", "1.5"], "'--memory-fraction': 1.5 is too large; it must be from 0.05 to 1"),
+        (["--memory-fraction", "nan"], "'--memory-fraction': 'nan' is not a number; it must be from 0.05 to 1"),
+    ],
+)
+def test_an_option_says_in_our_words_what_it_takes(words: list[str], says: str) -> None:
+    refused = CliRunner().invoke(app, ["plan", "a", "-r", "b", *words])
+    assert refused.exit_code == 2
+    assert says in unboxed(refused.output)
+
+
+def test_a_device_that_is_none() -> None:
+    refused = CliRunner().invoke(app, ["convert", "a", "b", "-r", "c", "--device", "tpu"])
+    assert "'--device': 'tpu' is not one of auto, cpu, cuda" in unboxed(refused.output)
+    assert completed("moepress", "convert", "a", "b", "--device", "cu") == ["cuda"]
 
 
 @pytest.mark.slow
@@ -324,11 +366,12 @@ def test_plan_gives_the_published_figures_from_a_config_alone(
 
 
 def test_help_keeps_every_word() -> None:
-    """Rich takes ``[default: …]`` for markup and drops it: write it in round brackets."""
-    swallowed = [
-        f"{path.name}: {line.strip()}"
-        for path in sorted((ROOT / "moepress" / "commands").glob("*.py"))
-        for line in path.read_text().splitlines()
-        if "[default" in line
-    ]
+    """Rich takes ``[default: …]`` and ``[@revision]`` for markup and drops them: write them in round brackets, or as words."""
+    swallowed = []
+    waiting = [("moepress", typer.main.get_command(app))]
+    for name, command in waiting:
+        waiting += [(f"{name} {inner}", found) for inner, found in getattr(command, "commands", {}).items()]
+        texts = [command.help, *(getattr(parameter, "help", None) for parameter in command.params)]
+        swallowed += [f"{name}: {text}" for text in texts if "[" in (text or "")]
+    assert len(waiting) > 20
     assert swallowed == []

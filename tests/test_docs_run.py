@@ -45,6 +45,7 @@ NOT_RUN = {
     r"python -m fuzz": "tests/formats/test_fuzz.py runs a part of every campaign; coverage needs atheris",
     r"python -m benchmarks\.h200": "needs an H200; tests/test_h200.py runs its smoke",
     r"python -m benchmarks\.bench_kv_integrity": "needs a GPU",
+    r"python -m moepress\.environments": "installs gigabytes: tests/test_environments.py",
     r"python -m pytest": "tests of this suite",
     r"python -m sglang": "needs SGLang and a checkpoint of full size",
     r"moepress validate": "boots SGLang: tests/serving/test_validate.py",

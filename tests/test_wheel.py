@@ -28,6 +28,7 @@ def test_a_wheel_holds_everything_and_runs_in_an_environment_of_its_own(tmp_path
     for recipe in shipped_recipes():
         assert f"moepress/recipes/{recipe}.yaml" in names
     assert "moepress/calibration/data/default.txt" in names
+    assert {f"moepress/requirements/{name}.txt" for name in ("lm-eval", "sglang-cpu")} <= names
     assert not any(name.startswith(("tests/", "benchmarks/", "formats/", "examples/")) for name in names)
 
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
@@ -45,6 +46,8 @@ def test_a_wheel_holds_everything_and_runs_in_an_environment_of_its_own(tmp_path
         return done.stdout
 
     assert str(tmp_path) in run(python, "-c", "import moepress; print(moepress.__file__)")
+    lists = "from moepress.environments import version_list; print(version_list('sglang-cpu'))"
+    assert str(tmp_path) in run(python, "-c", lists)
     moepress = tmp_path / "env" / "bin" / "moepress"
     assert "kimi-k2: good" in run(moepress, "recipes", "check", "kimi-k2")
     source = tiny_checkpoints.build("kimi", tmp_path / "src").folder

@@ -8,16 +8,19 @@ from typing import Annotated
 import typer
 
 from moepress.commands.console import next_step, quoted
+from moepress.commands.numbers import whole
 from moepress.commands.options import Overrides, RecipeName
 
 app = typer.Typer(no_args_is_help=True, help="Job files that convert on several machines.")
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, as the machines see it.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="Output folder, as the machines see it.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Machines.")]
-Cpus = Annotated[int, typer.Option(min=1, help="Processors to use on each machine.")]
-Gpus = Annotated[int, typer.Option(min=0, help="GPUs to use on each machine; 0 computes on processors.")]
-Name = Annotated[str, typer.Option("--name", help="Name of the job.")]
+Nodes = Annotated[int, typer.Option(metavar="N", parser=whole(), help="Machines.")]
+Cpus = Annotated[int, typer.Option(metavar="N", parser=whole(), help="Processors to use on each machine.")]
+Gpus = Annotated[
+    int, typer.Option(metavar="N", parser=whole(0), help="GPUs to use on each machine; 0 computes on processors.")
+]
+Name = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the job.")]
 File = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file (default: print).")
 ]
@@ -39,7 +42,9 @@ def slurm(
         ),
     ] = None,
     time: Annotated[str, typer.Option(metavar="H:MM:SS", help="Time limit.")] = "04:00:00",
-    partition: Annotated[str | None, typer.Option(help="Partition of the cluster (default: the site's).")] = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Partition of the cluster (default: the site's).")
+    ] = None,
     setup: Annotated[
         str | None, typer.Option(metavar="LINE", help="Shell line that activates moepress on the machines.")
     ] = None,
@@ -59,8 +64,8 @@ def kuberay(
     source: Source,
     out: Out,
     recipe: RecipeName,
-    image: Annotated[str, typer.Option(help="Container image with moepress and Ray.")],
-    claim: Annotated[str, typer.Option(help="PersistentVolumeClaim that holds SRC and OUT.")],
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image with moepress and Ray.")],
+    claim: Annotated[str, typer.Option(metavar="NAME", help="PersistentVolumeClaim that holds SRC and OUT.")],
     overrides: Overrides = None,
     nodes: Nodes = 1,
     cpus: Cpus = 32,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moepress.commands.numbers import one_of
 from moepress.errors import MoepressError
 
 
@@ -16,10 +17,17 @@ class DeviceChoice(StrEnum):
     cuda = "cuda"
 
 
+def _device(text: str) -> DeviceChoice:
+    return DeviceChoice(one_of([choice.value for choice in DeviceChoice])(text))
+
+
 Device = Annotated[
     DeviceChoice,
     typer.Option(
         "--device",
+        metavar="auto|cpu|cuda",
+        parser=_device,
+        autocompletion=lambda: [choice.value for choice in DeviceChoice],
         help="Where to compute calibration and GPTQ; auto: on a CUDA device if there is one. Rounding never needs one.",
     ),
 ]

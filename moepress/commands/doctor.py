@@ -15,7 +15,7 @@ MARKS = {"good": "[green]✓[/green]", "note": "[yellow]○[/yellow]", "bad": "[
 
 def doctor(
     folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Where outputs will be written.")] = Path(),
-    offline: Annotated[bool, typer.Option("--offline", help="Do not ask the Hub.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", metavar="", help="Do not ask the Hub.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check what this machine can do (processors, memory, disk speed, GPUs, SGLang, Ray, Hub login) and say what to fix."""

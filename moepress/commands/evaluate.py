@@ -10,6 +10,7 @@ import typer
 from moepress.commands.console import next_step, note, quoted
 from moepress.commands.contestants import Model, Serving, contestants
 from moepress.commands.kept import keep, kept_recipe
+from moepress.commands.numbers import number, whole
 from moepress.commands.options import AsJson, Overrides, SglangPython, TrustRemoteCode, add_named_file, print_json
 from moepress.commands.progress import Bar
 from moepress.commands.verdicts import show
@@ -40,7 +41,9 @@ def evaluate(
         ),
     ] = None,
     url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible server that serves OUT.")] = None,
-    baseline_url: Annotated[str | None, typer.Option(metavar="URL", help="One that serves SRC.")] = None,
+    baseline_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="An OpenAI-compatible server that serves SRC.")
+    ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name on --url.")] = None,
     baseline_model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The model's name on --baseline-url.")
@@ -53,26 +56,35 @@ def evaluate(
         str | None, typer.Option(metavar="CMD", help="Command that starts a container with SGLang; see validate.")
     ] = None,
     cpu_lab: Annotated[
-        bool, typer.Option("--cpu-lab", help="Without a GPU: kernels in plain torch, for small models.")
+        bool, typer.Option("--cpu-lab", metavar="", help="Without a GPU: kernels in plain torch, for small models.")
     ] = False,
-    tp: Annotated[int | None, typer.Option(min=1, help="GPUs that share the model (default: the recipe's).")] = None,
+    tp: Annotated[
+        int | None, typer.Option(metavar="N", parser=whole(), help="GPUs that share the model (default: the recipe's).")
+    ] = None,
     kv_dtype: Annotated[str, typer.Option(metavar="auto|bf16|fp8", help="KV cache type of booted servers.")] = "auto",
     flags: Annotated[str, typer.Option(metavar="'--FLAG …'", help="More flags for booted servers.")] = "",
     boot_timeout: Annotated[
-        float, typer.Option(min=10, metavar="SECONDS", help="Limit for booting one server.")
+        float, typer.Option(parser=number(10), metavar="SECONDS", help="Limit for booting one server.")
     ] = 3600,
-    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 8,
-    request_timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Limit for one answer.")] = 900,
-    windows: Annotated[int, typer.Option(min=2, help="Windows of text per domain.")] = 24,
-    length: Annotated[int, typer.Option(min=16, help="Tokens per window.")] = 256,
+    concurrency: Annotated[int, typer.Option(metavar="N", parser=whole(), help="Concurrent requests.")] = 8,
+    request_timeout: Annotated[
+        float, typer.Option(parser=number(1), metavar="SECONDS", help="Limit for one answer.")
+    ] = 900,
+    windows: Annotated[int, typer.Option(metavar="N", parser=whole(2), help="Windows of text per domain.")] = 24,
+    length: Annotated[int, typer.Option(metavar="N", parser=whole(16), help="Tokens per window.")] = 256,
     top_k: Annotated[
-        int, typer.Option(min=1, help="Log-probabilities asked for at each position; OpenAI's API allows 5 to 20.")
+        int,
+        typer.Option(
+            metavar="N",
+            parser=whole(),
+            help="Log-probabilities asked for at each position; OpenAI's API allows 5 to 20.",
+        ),
     ] = 64,
     text: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE", help="A domain of your own; may be repeated.")
     ] = None,
-    drift_prompts: Annotated[int, typer.Option(min=2, help="Prompts to continue.")] = 32,
-    drift_tokens: Annotated[int, typer.Option(min=2, help="Tokens per continuation.")] = 256,
+    drift_prompts: Annotated[int, typer.Option(metavar="N", parser=whole(2), help="Prompts to continue.")] = 32,
+    drift_tokens: Annotated[int, typer.Option(metavar="N", parser=whole(2), help="Tokens per continuation.")] = 256,
     tool_cases: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, metavar="FILE.jsonl", help="Tool-call cases of your own."),
@@ -90,9 +102,15 @@ def evaluate(
         list[str] | None,
         typer.Option(metavar="TASK=FILE", help="File with the problems of humaneval, mbpp or gsm8k-100."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts of each task.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a task, in tokens.")] = 1024,
-    base_model: Annotated[bool, typer.Option("--base-model", help="Complete prompts instead of chatting.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", parser=whole(), help="Only the first so many prompts of each task.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", parser=whole(), help="Longest answer to a task, in tokens.")
+    ] = 1024,
+    base_model: Annotated[
+        bool, typer.Option("--base-model", metavar="", help="Complete prompts instead of chatting.")
+    ] = False,
     lm_eval_python: Annotated[
         str | None,
         typer.Option(
@@ -109,7 +127,8 @@ def evaluate(
     ] = None,
     overrides: Overrides = None,
     answers: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for answers and logs (default: OUT/.moepress/evaluate).")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for answers and logs (default: .moepress/evaluate in OUT)."),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -154,6 +173,7 @@ def evaluate(
         request_timeout=request_timeout,
         trust_remote_code=trust_remote_code,
     )
+    _same_model(out, baseline)
     measurements = choose(out, settings, folder=folder / "lm-eval")
     source = Model("source", baseline, baseline_url, baseline_model)
     candidate = Model("candidate", str(out), url, model)
@@ -215,6 +235,15 @@ def recipe_of(out: Path, recipe: str | None, overrides: list[str] | None) -> Rec
             hint="name one whose bounds count: --recipe NAME",
         )
     return found
+
+
+def _same_model(out: Path, baseline: str) -> None:
+    """Refuses another model's folder before a server is asked or booted; a name behind a URL cannot be looked into."""
+    from moepress.convert.made_from import refuse_two_models
+    from moepress.formats.checkpoint import open_checkpoint
+
+    if all((folder / "config.json").is_file() for folder in (out, Path(baseline))):
+        refuse_two_models(open_checkpoint(out), open_checkpoint(baseline), option="--baseline")
 
 
 def _urls(url: str | None, baseline_url: str | None) -> list[str]:

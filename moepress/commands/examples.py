@@ -110,9 +110,9 @@ def epilog(name: str) -> str | None:
     found = EXAMPLES.get(name, ())
     if not found:
         return None
-    return "\n\n".join(["[bold]Examples[/bold]", *(f"  {line}  [dim]# {what}[/dim]" for line, what in found)])
+    return "\n".join(["[bold]Examples[/bold]", *(f"\n  [dim]# {what}[/dim]\n  {line}" for line, what in found)])
 
 
 def exit_codes() -> str:
     """The table of exit codes, for ``moepress --help``."""
-    return "\n\n".join(["[bold]Exit codes[/bold]", *(f"  {code:<4} {what}" for code, what in EXIT_CODES.items())])
+    return "\n".join(["[bold]Exit codes[/bold]", *(f"  {code:<4} {what}" for code, what in EXIT_CODES.items())])

@@ -9,6 +9,7 @@ import typer
 
 from moepress.commands.console import next_step, quoted, stdout, table
 from moepress.commands.kept import keep
+from moepress.commands.numbers import whole
 from moepress.commands.options import AsJson, TrustRemoteCode, add_named_file, print_json, size_option
 from moepress.commands.progress import Bar
 from moepress.errors import MoepressError
@@ -29,9 +30,10 @@ def fidelity(
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples per text (default: 32; of a shipped text, 12).")
+        int | None,
+        typer.Option(metavar="N", parser=whole(), help="Samples per text (default: 32; of a shipped text, 12)."),
     ] = None,
-    length: Annotated[int, typer.Option(min=16, help="Tokens per sample.")] = 512,
+    length: Annotated[int, typer.Option(metavar="N", parser=whole(16), help="Tokens per sample.")] = 512,
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for activations, and as much again for the experts being run.")
     ] = "4GiB",

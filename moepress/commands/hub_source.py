@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 Stream = Annotated[
     bool,
     typer.Option(
-        "--stream", help="For a SRC on the Hub: press shards as they arrive, instead of fetching all of them first."
+        "--stream",
+        metavar="",
+        help="For a SRC on the Hub: press shards as they arrive, instead of fetching all of them first.",
     ),
 ]
 DeleteSource = Annotated[
     bool,
     typer.Option(
-        "--delete-source", help="With --stream: delete each source shard once everything made from it is written."
+        "--delete-source",
+        metavar="",
+        help="With --stream: delete each source shard once everything made from it is written.",
     ),
 ]
 SourceFolder = Annotated[

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moepress.commands.numbers import whole
 from moepress.errors import MoepressError
 
 
@@ -20,7 +21,9 @@ def complete_recipe(incomplete: str) -> list[str]:
     return sorted(name for name in (*shipped, *here) if name.startswith(incomplete))
 
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or org/name[@revision] on the Hub.")]
+Source = Annotated[
+    str, typer.Argument(metavar="SRC", help="Checkpoint folder, or org/name or org/name@revision on the Hub.")
+]
 RecipeName = Annotated[
     str,
     typer.Option(
@@ -51,17 +54,20 @@ SameKvAs = Annotated[
         help="Take the KV scales from another output, the other side of a prefill/decode pair, instead of measuring them.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print data as JSON on stdout, messages on stderr.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print data as JSON on stdout, messages on stderr.")]
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", min=1, help="Threads to work with (default: one per processor). Results do not depend on it."
+        "--threads",
+        metavar="N",
+        parser=whole(),
+        help="Threads to work with (default: one per processor). The result does not depend on it.",
     ),
 ]
 
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Let the checkpoint's own Python code for its tokenizer run."),
+    typer.Option("--trust-remote-code", metavar="", help="Let the checkpoint's own Python code for its tokenizer run."),
 ]
 
 SglangPython = Annotated[
@@ -69,7 +75,7 @@ SglangPython = Annotated[
     typer.Option(
         "--sglang-python",
         metavar="PATH",
-        help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON, else .venv-sglang/bin/python).",
+        help="Python with SGLang (default: $MOEPRESS_SGLANG_PYTHON or the one in .venv-sglang).",
     ),
 ]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import duration, next_step, quoted, stdout, table, warnings
+from moepress.commands.numbers import number
 from moepress.commands.options import (
     AsJson,
     Overrides,
@@ -28,18 +29,24 @@ if TYPE_CHECKING:
 def plan(
     source: Annotated[
         str,
-        typer.Argument(metavar="SRC", help="Checkpoint folder, org/name[@revision] on the Hub, or just a config.json."),
+        typer.Argument(
+            metavar="SRC", help="Checkpoint folder, org/name or org/name@revision on the Hub, or a config.json alone."
+        ),
     ],
     recipe: RecipeName,
     out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT]", help="Output folder to check; nothing is written.")
+        Path | None, typer.Argument(metavar="OUT", help="Output folder to check; nothing is written.")
     ] = None,
     overrides: Overrides = None,
     same_kv_as: SameKvAs = None,
     gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU.")] = "141GB",
     memory_fraction: Annotated[
         float,
-        typer.Option(min=0.05, max=1, help="Share of it for weights and KV cache (SGLang: --mem-fraction-static)."),
+        typer.Option(
+            metavar="SHARE",
+            parser=number(0.05, 1),
+            help="Share of that memory for weights and KV cache (SGLang: --mem-fraction-static).",
+        ),
     ] = 0.88,
     kv_dtype: Annotated[str, typer.Option(metavar="bf16|fp8", help="KV cache type.")] = "fp8",
     machines: Annotated[

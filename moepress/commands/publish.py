@@ -28,14 +28,23 @@ def publish(
         ),
     ] = None,
     base_model: BaseModel = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository public (default: private).")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar="", help="Show what would be sent, and send nothing.")
+    ] = False,
+    public: Annotated[
+        bool, typer.Option("--public", metavar="", help="Make a new repository public (default: private).")
+    ] = False,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Remove files on main that do not belong to this output, in the same merge."),
+        typer.Option(
+            "--replace", metavar="", help="Remove files on main that do not belong to this output, in the same merge."
+        ),
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge/--no-merge", help="Merge the pull request, or leave it for somebody to review.")
+        bool,
+        typer.Option(
+            "--merge/--no-merge", metavar="", help="Merge the pull request, or leave it for somebody to review."
+        ),
     ] = True,
     as_json: AsJson = False,
 ) -> None:

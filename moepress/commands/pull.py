@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import duration, marked, next_step, note, quoted, size, stdout, warnings
+from moepress.commands.numbers import whole
 from moepress.commands.options import AsJson, print_json, this_command
 from moepress.commands.progress import PullProgress
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 def pull(
     source: Annotated[str, typer.Argument(metavar="ID", help="org/name on the Hub, or org/name@revision.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, or one to complete.")],
-    workers: Annotated[int, typer.Option(min=1, max=32, help="Files to fetch at the same time.")] = 4,
+    workers: Annotated[
+        int, typer.Option(metavar="N", parser=whole(1, 32), help="Files to fetch at the same time.")
+    ] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Download a checkpoint from the Hub: one commit, every file checked. The same command resumes."""

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moepress.commands.console import marked, next_step, note, quoted, size, stdout
+from moepress.commands.numbers import number
 from moepress.commands.options import AsJson, print_json, size_option
 
 
@@ -22,7 +23,8 @@ def report(
     ] = None,
     gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU.")] = "141GB",
     memory_fraction: Annotated[
-        float, typer.Option(min=0.05, max=1, help="Share of it for weights and KV cache.")
+        float,
+        typer.Option(metavar="SHARE", parser=number(0.05, 1), help="Share of that memory for weights and KV cache."),
     ] = 0.88,
     kv_dtype: Annotated[str, typer.Option(metavar="bf16|fp8", help="KV cache type.")] = "fp8",
     as_json: AsJson = False,

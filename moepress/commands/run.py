@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moepress.commands.chain import RunJournal, Step, open_journal, run_steps
-from moepress.commands.console import next_step, note, quoted, stdout, table
+from moepress.commands.console import marked, next_step, note, quoted, stdout, table
 from moepress.commands.hub_source import DeleteSource, SourceFolder, Stream
 from moepress.commands.options import AsJson, Overrides, TrustRemoteCode, print_json
 from moepress.errors import MoepressError, PlanRefused
@@ -20,7 +20,7 @@ SKIPPABLE = ("validate", "evaluate", "publish")
 def run(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Shipped recipe or YAML file.")],
     source: Annotated[
-        str, typer.Option("--source", metavar="ID|DIR", help="org/name[@revision] on the Hub, or a folder.")
+        str, typer.Option("--source", metavar="ID|DIR", help="org/name or org/name@revision on the Hub, or a folder.")
     ],
     to: Annotated[
         str, typer.Option("--to", metavar="ID|DIR", help="org/name on the Hub, or a folder; then nothing is published.")
@@ -43,7 +43,9 @@ def run(
         str | None, typer.Option(metavar="PATH", help="Python with SGLang, for validate and evaluate.")
     ] = None,
     container: Annotated[str | None, typer.Option(metavar="CMD", help="Container with SGLang; see validate.")] = None,
-    cpu_lab: Annotated[bool, typer.Option("--cpu-lab", help="Without a GPU, for small models; see validate.")] = False,
+    cpu_lab: Annotated[
+        bool, typer.Option("--cpu-lab", metavar="", help="Without a GPU, for small models; see validate.")
+    ] = False,
     validate_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for validate.")] = "",
     evaluate_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for evaluate.")] = "",
     publish_options: Annotated[str, typer.Option(metavar="'--X …'", help="More options for publish.")] = "",
@@ -56,7 +58,9 @@ def run(
 
     skipped = frozenset(skip or ())
     if wrong := sorted(skipped - set(SKIPPABLE)):
-        raise PlanRefused(f"{wrong[0]!r} cannot be left out", where="--skip", hint=f"one of {', '.join(SKIPPABLE)}")
+        raise PlanRefused(
+            f"{wrong[0]!r} cannot be skipped", where="--skip", hint=f"--skip takes {', '.join(SKIPPABLE)}"
+        )
     load_recipe(recipe, overrides or ())
     target = hub_address(to)
     folder = out or (Path(target.repo.partition("/")[2]) if target else Path(to))
@@ -135,7 +139,9 @@ def show(journal: RunJournal, steps: list[Step]) -> None:
     for step in steps:
         entry = journal.steps.get(step.name) or {"outcome": "not reached", "why": ""}
         colour = colours.get(entry["outcome"], "yellow")
-        rows.add_row(step.name, f"[{colour}]{entry['outcome']}[/{colour}]", entry["why"])
+        rows.add_row(
+            step.name, marked(f"[{colour}]{{outcome}}[/{colour}]", outcome=entry["outcome"]), str(entry["why"])
+        )
     stdout.print(rows)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepress.commands.console import marked, next_step, note, stdout
+from moepress.commands.numbers import number, whole
 from moepress.commands.options import AsJson, Overrides, SglangPython, TrustRemoteCode, print_json
 from moepress.errors import MoepressError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def serve(
     out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT]", help="A converted checkpoint, served by one server.")
+        Path | None, typer.Argument(metavar="OUT", help="A converted checkpoint, served by one server.")
     ] = None,
     prefill: Annotated[
         Path | None, typer.Option(metavar="SRC", help="Checkpoint for the prefill server, usually the FP8 source.")
@@ -27,11 +28,18 @@ def serve(
     decode: Annotated[
         Path | None, typer.Option(metavar="OUT", help="A converted checkpoint for the decode server.")
     ] = None,
-    print_only: Annotated[bool, typer.Option("--print", help="Print the commands and start nothing.")] = False,
+    print_only: Annotated[
+        bool, typer.Option("--print", metavar="", help="Print the commands and start nothing.")
+    ] = False,
     tp: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of the server, or of the decode server (default: the recipe's).")
+        int | None,
+        typer.Option(
+            metavar="N", parser=whole(), help="GPUs of the server, or of the decode server (default: the recipe's)."
+        ),
     ] = None,
-    prefill_tp: Annotated[int | None, typer.Option(min=1, help="GPUs of the prefill server.")] = None,
+    prefill_tp: Annotated[
+        int | None, typer.Option(metavar="N", parser=whole(), help="GPUs of the prefill server.")
+    ] = None,
     kv_dtype: Annotated[
         str,
         typer.Option(metavar="auto|bf16|fp8", help="KV cache type; auto: FP8 if the checkpoint was prepared for it."),
@@ -42,15 +50,27 @@ def serve(
     decode_kv_dtype: Annotated[
         str | None, typer.Option(metavar="bf16|fp8", help="KV cache type on the decode server.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address of the server, or of the decode server.")] = "127.0.0.1",
-    prefill_host: Annotated[str | None, typer.Option(help="Address of the prefill server (default: --host).")] = None,
-    port: Annotated[int, typer.Option(help="Port for requests; a pair takes the three after it too.")] = 30000,
-    mem_fraction: Annotated[
-        float | None, typer.Option(min=0.05, max=1, help="Share of GPU memory for weights and KV cache.")
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address of the server, or of the decode server.")
+    ] = "127.0.0.1",
+    prefill_host: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Address of the prefill server (default: --host).")
     ] = None,
-    context_length: Annotated[int | None, typer.Option(min=1, help="Longest request, in tokens.")] = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            metavar="N", parser=whole(1, 65535), help="Port for requests; a pair takes the three after it too."
+        ),
+    ] = 30000,
+    mem_fraction: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", parser=number(0.05, 1), help="Share of GPU memory for weights and KV cache."),
+    ] = None,
+    context_length: Annotated[
+        int | None, typer.Option(metavar="N", parser=whole(), help="Longest request, in tokens.")
+    ] = None,
     mtp: Annotated[
-        bool, typer.Option("--mtp", help="Speculative decoding with the checkpoint's own MTP layer.")
+        bool, typer.Option("--mtp", metavar="", help="Speculative decoding with the checkpoint's own MTP layer.")
     ] = False,
     overrides: Overrides = None,
     flags: Annotated[
@@ -61,11 +81,12 @@ def serve(
         str | None, typer.Option(metavar="PATH", help="Python with sglang-router (default: the same).")
     ] = None,
     cpu_lab: Annotated[
-        bool, typer.Option("--cpu-lab", help="Without a GPU: kernels in plain torch, for trying things out.")
+        bool,
+        typer.Option("--cpu-lab", metavar="", help="Without a GPU: kernels in plain torch, for trying things out."),
     ] = False,
     logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for logs (default: OUT.logs).")] = None,
     boot_timeout: Annotated[
-        float, typer.Option(min=10, metavar="SECONDS", help="Limit until all servers are ready.")
+        float, typer.Option(parser=number(10), metavar="SECONDS", help="Limit until all servers are ready.")
     ] = 3600,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,

@@ -11,6 +11,7 @@ import typer
 
 from moepress.commands.console import duration, marked, next_step, note, stdout, table
 from moepress.commands.kept import keep, kept_recipe
+from moepress.commands.numbers import number, whole
 from moepress.commands.options import AsJson, Overrides, SglangPython, print_json
 from moepress.commands.progress import Bar
 from moepress.errors import PlanRefused
@@ -43,30 +44,38 @@ def validate(
     cpu_lab: Annotated[
         bool,
         typer.Option(
-            "--cpu-lab", help="Without a GPU: kernels in plain torch. Judges loading and answers, never speed."
+            "--cpu-lab",
+            metavar="",
+            help="Without a GPU: kernels in plain torch. Judges loading and answers, never speed.",
         ),
     ] = False,
-    tp: Annotated[int | None, typer.Option(min=1, help="GPUs that share the model (default: the recipe's).")] = None,
+    tp: Annotated[
+        int | None, typer.Option(metavar="N", parser=whole(), help="GPUs that share the model (default: the recipe's).")
+    ] = None,
     kv_dtype: Annotated[str, typer.Option(metavar="auto|bf16|fp8", help="KV cache type of both servers.")] = "auto",
     concurrency: Annotated[
         str, typer.Option(metavar="N,N,…", help="Numbers of concurrent requests to measure at.")
     ] = "1,8,32,64",
-    rounds: Annotated[int, typer.Option(min=1, help="How often speed is measured on each side.")] = 2,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", parser=whole(), help="How often speed is measured on each side.")
+    ] = 2,
     prompts: Annotated[
         Path | None,
         typer.Option(
             exists=True, dir_okay=False, metavar="FILE", help="Prompts as .jsonl or text (default: 16 that ship)."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens per prompt to compare with the reference.")] = 16,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", parser=whole(), help="Greedy tokens per prompt to compare with the reference.")
+    ] = 16,
     only: Annotated[
         str | None, typer.Option(metavar="WHAT,…", help="Which of loads, memory, speed, sanity (default: all).")
     ] = None,
     kv_integrity: Annotated[
         str | None,
         typer.Option(
-            metavar="observe|enforce",
-            help="Also try the KV-page integrity plug-in: is it active, silent, and what does it cost?",
+            metavar="MODE",
+            help="observe or enforce: also try the KV-page integrity plug-in: is it active, silent, and what does it cost?",
         ),
     ] = None,
     recipe: Annotated[
@@ -76,21 +85,27 @@ def validate(
     overrides: Overrides = None,
     together: Annotated[
         bool | None,
-        typer.Option("--together/--in-turn", help="Run both servers at once (default: only with --cpu-lab)."),
+        typer.Option(
+            "--together/--in-turn", metavar="", help="Run both servers at once (default: only with --cpu-lab)."
+        ),
     ] = None,
     flags: Annotated[
         str, typer.Option(metavar="'--FLAG …'", help="More flags for both servers, passed on unchanged.")
     ] = "",
     work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for logs (default: OUT/.moepress/validate).")
+        Path | None, typer.Option(metavar="DIR", help="Folder for logs (default: .moepress/validate in OUT).")
     ] = None,
     boot_timeout: Annotated[
-        float, typer.Option(min=10, metavar="SECONDS", help="Limit for booting one server.")
+        float, typer.Option(parser=number(10), metavar="SECONDS", help="Limit for booting one server.")
     ] = 3600,
-    strict: Annotated[bool, typer.Option("--strict", help="Count a gate that could not be judged as failed.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", metavar="", help="Count a gate that could not be judged as failed.")
+    ] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Let the checkpoint's own Python code run, here and in the servers."),
+        typer.Option(
+            "--trust-remote-code", metavar="", help="Let the checkpoint's own Python code run, here and in the servers."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -293,6 +308,7 @@ def _bounds(out: Path, recipe: str | None, overrides: list[str] | None) -> tuple
 
 
 def _host(python: str | None, container: str | None, *, cpu_lab: bool, needed: bool) -> Host | None:
+    from moepress.environments import command
     from moepress.errors import ServingError
     from moepress.serving.container import container_words
     from moepress.serving.launch import CPU_LAB_VERSION
@@ -314,7 +330,7 @@ def _host(python: str | None, container: str | None, *, cpu_lab: bool, needed: b
         raise PlanRefused(
             f"the CPU lab is made for SGLang {CPU_LAB_VERSION}, this is {environment.version}",
             where=str(environment.python),
-            hint="make sglang-cpu",
+            hint=f"{command('sglang-cpu')} makes the environment that it is made for",
         )
     if needed and not cpu_lab and not this_machine().gpus:
         raise PlanRefused(

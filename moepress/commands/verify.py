@@ -81,6 +81,7 @@ def show(result: Verification) -> None:
         stdout.print(f"  … and {len(result.problems) - 50:,} more (all with --json)")
     for line in result.checked:
         stdout.print(marked("[green]✓[/green] {line}", line=line), soft_wrap=True)
-    verdict = f"[red]{len(result.problems):,} problems[/red]" if result.problems else "[green]verified[/green]"
+    count = len(result.problems)
+    verdict = f"[red]{count:,} problem{'s' if count != 1 else ''}[/red]" if count else "[green]verified[/green]"
     figures = f"{result.tensors:,} tensors, {size(result.bytes)} in {duration(result.seconds)}"
     stdout.print(marked(f"[bold]{verdict}[/bold]: {{figures}}", figures=figures))

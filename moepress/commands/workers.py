@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moepress.commands.numbers import number, whole
 from moepress.errors import MoepressError
 
 if TYPE_CHECKING:
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
 
 WorkerCount = Annotated[
     int | None,
-    typer.Option("--workers", min=1, help="Worker processes, on Ray (default: this process alone). Changes no byte."),
+    typer.Option(
+        "--workers",
+        metavar="N",
+        parser=whole(),
+        help="Worker processes, on Ray (default: this process alone). Changes no byte.",
+    ),
 ]
 RayAddress = Annotated[
     str | None,
@@ -24,21 +30,28 @@ RayAddress = Annotated[
         "--ray-address", metavar="ADDRESS", help="A running Ray cluster, or auto; without it Ray starts here."
     ),
 ]
-WorkerThreads = Annotated[int, typer.Option("--worker-threads", min=1, help="Processors of each worker.")]
-WorkerGpus = Annotated[int, typer.Option("--worker-gpus", min=0, max=1, help="GPUs of each worker.")]
+WorkerThreads = Annotated[
+    int, typer.Option("--worker-threads", metavar="N", parser=whole(), help="Processors of each worker.")
+]
+WorkerGpus = Annotated[int, typer.Option("--worker-gpus", metavar="N", parser=whole(0, 1), help="GPUs of each worker.")]
 Gather = Annotated[
     Path | None,
     typer.Option(
         "--gather",
         metavar="FOLDER",
-        help="On each worker's own disk, when workers do not see OUT: shards are sent over.",
+        help="Folder on each worker's own disk, where workers do not see OUT; finished shards are sent over.",
     ),
 ]
 
 
 WaitForWorkers = Annotated[
     float,
-    typer.Option("--wait-for-workers", min=0, metavar="SECONDS", help="While machines are still joining the cluster."),
+    typer.Option(
+        "--wait-for-workers",
+        parser=number(0),
+        metavar="SECONDS",
+        help="How long to wait for workers that still join the cluster.",
+    ),
 ]
 
 

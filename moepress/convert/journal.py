@@ -161,6 +161,17 @@ class Journal:
         (self.receipts_folder / f"{shard_name}.json").unlink(missing_ok=True)
 
 
+def begun_calibration(out: Path) -> str | None:
+    """Digest of the calibration tokens that the folder was begun with; None where nothing was, or without any.
+
+    Raises:
+        ConvertError: its plan cannot be read.
+    """
+    path = out / STATE_FOLDER / "plan.json"
+    found = read_json(path).get("calibration") if path.is_file() else None
+    return found if isinstance(found, str) else None
+
+
 FINAL_FILES = ("config.json", "model.safetensors.index.json", "moepress_report.json")
 """What ``finish`` writes beside the shards and the side files."""
 

@@ -72,6 +72,15 @@ class ConversionPlan:
         """Logical parameters (packed words count as the weights they hold, scales not at all)."""
         return sum(_count(decision.stored.shape) for decision in self.decisions.values())
 
+    def with_calibration(self, digest: str) -> ConversionPlan:
+        """The same plan for other calibration tokens: nothing changes but the resume key.
+
+        Args:
+            digest: SHA-256 of the tokens.
+        """
+        key = _key(self.source_fingerprint, self.recipe, self.description, self.shards, digest, self.kv)
+        return replace(self, calibration=digest, key=key)
+
     def as_json(self) -> dict[str, Any]:
         """The plan as it is kept in ``.moepress/plan.json``."""
         return {

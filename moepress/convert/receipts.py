@@ -50,7 +50,9 @@ def _weights(receipt: Any, path: Path) -> dict[str, dict[str, Any]]:
         raise ConvertError("a receipt without its weights", where=str(path), hint=_DAMAGED)
     for name, record in weights.items():
         if not _is_record(record):
-            raise ConvertError(f"the record of {name[:200]!r} is not one", where=str(path), hint=_DAMAGED)
+            raise ConvertError(
+                f"the record of {name[:200]!r} says nothing that a record says", where=str(path), hint=_DAMAGED
+            )
     return weights
 
 

@@ -15,22 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepress.convert.arrivals import Arrivals
-from moepress.convert.calibrated.samples import calibration_samples
 from moepress.convert.course import course_of
 from moepress.convert.executor import Executor, Place
 from moepress.convert.finish import finish
-from moepress.convert.forecast.estimate import check_disk
 from moepress.convert.in_process import in_process
 from moepress.convert.journal import Journal
-from moepress.convert.kv.plan import nothing_to_fold, reads_calibration_text
+from moepress.convert.kv.plan import nothing_to_fold
 from moepress.convert.kv.scales import KvScales
-from moepress.convert.kv.taken import take_scales
 from moepress.convert.layout import ShardPlan
-from moepress.convert.plan import ConversionPlan, make_plan
+from moepress.convert.plan import ConversionPlan
+from moepress.convert.prepare import prepare
 from moepress.convert.source_state import refuse_changes, shard_states
 from moepress.convert.watcher import Silent, Watcher
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
-from moepress.formats.families import identify_family
 from moepress.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -84,28 +81,24 @@ def convert(
     watcher = watcher or Silent()
     checkpoint = arrivals.checkpoint if arrivals is not None else open_checkpoint(source)
     state = shard_states(checkpoint) if arrivals is None else {}
-    samples, rounds_on = None, "cpu"
+    rounds_on = "cpu"
     if device not in ("auto", "cpu"):
         from moepress.calibration.device import resolve_device
 
         rounds_on = device = resolve_device(device)
-    taken = take_scales(same_kv_as, checkpoint) if same_kv_as is not None else None
-    if reads_calibration_text(identify_family(checkpoint.config), recipe, taken):
+    prepared = prepare(
+        checkpoint,
+        out,
+        recipe,
+        same_kv_as=same_kv_as,
+        trust_remote_code=trust_remote_code,
+        reading_text=lambda: watcher.step("reading the calibration text"),
+    )
+    plan, journal, done, samples = prepared.plan, prepared.journal, prepared.done, prepared.samples
+    if samples is not None:
         from moepress.calibration.device import resolve_device
 
         device = resolve_device(device)
-        watcher.step("reading the calibration text")
-        samples = calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code)
-    calibration = samples.token_sha256 if samples is not None else None
-    plan = make_plan(checkpoint, recipe, calibration=calibration, taken=taken)
-    journal = Journal(out, plan)
-    journal.check()
-    done = {shard.name: receipt for shard in plan.shards if (receipt := journal.receipt(shard.name))}
-    check_disk(plan, out, finished=set(done))
-    if recipe.engine == "llmcompressor":
-        from moepress.convert.llmcompressor.engine import check_engine
-
-        check_engine(checkpoint, plan)
     todo = [s for s in plan.shards if s.name not in done and not (recipe.calibrated and s.layer is not None)]
     if arrivals is not None:
         todo = arrivals.begin(plan, todo)

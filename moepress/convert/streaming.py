@@ -37,7 +37,7 @@ class StreamedSource:
         more = _reads_again(plan)
         if self._delete and more:
             raise PlanRefused(
-                f"the source cannot go while it is pressed: {more}",
+                f"the source's shards cannot be removed while others are pressed: {more}",
                 where="--delete-source",
                 hint="leave --delete-source out (shards are still pressed as they land), and remove the source after verify",
             )

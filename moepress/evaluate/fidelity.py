@@ -24,11 +24,10 @@ from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import StreamedModel
 from moepress.calibration.text import Document, Tokenizer, load_tokenizer, make_samples
 from moepress.convert.layout import PROJECTIONS
+from moepress.convert.made_from import refuse_two_models
 from moepress.convert.receipts import expert_errors, weight_records
-from moepress.errors import CheckpointError
 from moepress.evaluate.texts import domain_documents
-from moepress.formats.architecture import expected_weights
-from moepress.formats.checkpoint import Checkpoint, open_checkpoint
+from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.families import identify_family, text_config
 
 SAMPLES = {"files": 32, "shipped": 12}
@@ -92,7 +91,7 @@ def measure_fidelity(
         VerifyFailed: logits that are not finite.
     """
     mine, theirs = open_checkpoint(out), open_checkpoint(source)
-    _check_same_model(mine, theirs)
+    refuse_two_models(mine, theirs, option="--source")
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     vocabulary = int(text_config(identify_family(theirs.config), theirs.config)["vocab_size"])
     count = samples or SAMPLES["files" if files else "shipped"]
@@ -132,17 +131,6 @@ def measure_fidelity(
             first += len(part)
     errors = expert_errors(weight_records(out), identify_family(theirs.config), theirs.config)
     return Fidelity(found, count, length, drift, errors)
-
-
-def _check_same_model(mine: Checkpoint, theirs: Checkpoint) -> None:
-    """Refuses two models before a layer of either is run."""
-    ours, others = ({(spec.identity, spec.shape) for spec in expected_weights(c.config)} for c in (mine, theirs))
-    if ours != others:
-        raise CheckpointError(
-            f"these are two models: {len(ours ^ others):,} weights are of one alone, or of another shape",
-            where=f"{mine.location}; {theirs.location}",
-            hint="name the checkpoint that the first was made from: --source SRC",
-        )
 
 
 def _texts(files: Mapping[str, Path] | None, tokenizer: Tokenizer) -> dict[str, list[Document]]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moepress.environments import command
 from moepress.errors import EvaluateError
 from moepress.evaluate.answers import Contestant
 from moepress.serving.keeper import run_kept
@@ -113,7 +114,7 @@ def find_lm_eval(python: str | None = None) -> tuple[Path, str]:
     """
     named = python or os.environ.get(PYTHON_VARIABLE) or (str(DEFAULT_PYTHON) if DEFAULT_PYTHON.exists() else "")
     found = shutil.which(named or sys.executable)
-    hint = f"`make lm-eval` builds .venv-lm-eval; or name a Python with --lm-eval-python or {PYTHON_VARIABLE}"
+    hint = f"{command('lm-eval')} makes .venv-lm-eval here; or name a Python with --lm-eval-python or {PYTHON_VARIABLE}"
     if found is None:
         raise EvaluateError("no such Python", where=named, hint=hint)
     code = "import transformers; from importlib.metadata import version; print(version('lm_eval'))"

@@ -44,7 +44,10 @@ __all__ = [
 
 Config = Mapping[str, Any]
 
-ADD_A_FAMILY = "to add a family, see docs/guides/add-a-family.md: a table entry and a tiny test model"
+ADD_A_FAMILY = (
+    "moepress recipes families lists those it knows; the guide Add a family says how to add one: a table entry and a tiny "
+    "test model"
+)
 
 PARTS: Mapping[str, str] = {
     "weight": "weight",

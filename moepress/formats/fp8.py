@@ -99,7 +99,9 @@ def decode_fp8(
     band, columns = codes.shape
     rows = first_row + band if rows is None else rows
     if first_row + band > rows:
-        raise FormatError(f"rows {first_row} to {first_row + band} of a weight that has {rows}", where=name)
+        raise FormatError(
+            f"rows {first_row} to {first_row + band} were asked for of a weight that has {rows}", where=name
+        )
     try:
         block_rows, block_columns = rows_and_columns_per_scale((rows, columns), tuple(scale.shape), block)
     except FormatError as error:

@@ -165,7 +165,9 @@ class Schemes:
             return "linear_fp8_config"
         if self._ignore.match_suffix(name):
             if not self._ignore.match_exactly(name):
-                raise CheckpointError(f"SGLang ignores {name}, and others do not: {self._ignore.hits(name)}")
+                raise CheckpointError(
+                    f"SGLang would ignore {name} and other readers would not: {self._ignore.hits(name)}"
+                )
             return "ignored"
         for group, targets in self._groups:
             if targets.match_exactly(name):

@@ -123,7 +123,9 @@ def check_group(
     where = f"{contract.server} {contract.version}, {contract.family}"
     if not symmetric and contract.symmetric_only:
         raise PlanRefused(
-            f"asymmetric INT4 experts ({contract.symmetric_evidence})", where=where, hint="use symmetric: true"
+            f"the server does not load asymmetric INT4 experts ({contract.symmetric_evidence})",
+            where=where,
+            hint="use symmetric: true",
         )
     kernels = [kernel for kernel, sizes in contract.group_sizes.items() if group_size in sizes]
     if not kernels:

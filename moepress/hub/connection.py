@@ -200,7 +200,8 @@ def _explain(error: BaseException, repo: str, revision: str | None, writing: boo
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, GatedRepoError):
         return HubError(
-            f"{repo} is gated: its files need its licence accepted" + ("" if login else ", and this token has not"),
+            f"{repo} is gated: its licence has to be accepted first"
+            + ("" if login else ", and this token's owner has not"),
             where=page,
             hint=f"accept the licence on {page}, then {'hf auth login' if login else 'run the same command again'}",
         )

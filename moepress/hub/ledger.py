@@ -96,7 +96,7 @@ def ledger_for(folder: Path, snapshot: Snapshot, endpoint: str) -> Ledger:
         )
     if known.commit != snapshot.commit:
         raise HubError(
-            f"the folder holds commit {known.commit[:12]} of {known.repo}, asked for is {snapshot.commit[:12]}",
+            f"the folder holds commit {known.commit[:12]} of {known.repo}, and {snapshot.commit[:12]} was asked for",
             where=str(folder),
             hint=f"choose another folder; to complete this one: moepress pull {known.repo}@{known.commit} {folder}",
         )

@@ -53,7 +53,10 @@ class HubFiles:
         """
         file = self.snapshot.files[name]
         if file.size > MAX_TEXT_BYTES:
-            raise FormatError(f"{name}: {file.size:,} bytes is no text to read", where=self.snapshot.repo)
+            raise FormatError(
+                f"{name}: {file.size:,} bytes; at most {MAX_TEXT_BYTES:,} are read as text",
+                where=self.snapshot.repo,
+            )
         raw = self.read_range(name, 0, file.size) if file.size else b""
         if _checksum(raw, file) != file.checksum:
             raise HubError(

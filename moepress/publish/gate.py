@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moepress.convert.journal import STATE_FOLDER, read_json
+from moepress.convert.made_from import recorded_source
 from moepress.errors import MoepressError, VerifyFailed
 from moepress.formats.checkpoint import open_checkpoint
 from moepress.formats.shard_index import INDEX_NAME, list_some
@@ -71,10 +72,9 @@ def check_publishable(folder: Path, *, source: str | None = None, tell: Tell = l
 
 def _source_still_there(folder: Path) -> str | None:
     """The folder that the output was made from, if all of it is still there."""
-    plan = folder / STATE_FOLDER / "plan.json"
-    if not plan.exists():
+    source = recorded_source(folder)
+    if source is None:
         return None
-    source = str(read_json(plan).get("source"))
     try:
         open_checkpoint(source)
     except MoepressError:
@@ -123,7 +123,7 @@ def _verification(folder: Path, report: dict[str, Any], source: str | None, tell
     write_result(folder, "verify", "fail" if result.problems else "pass", found)
     if result.problems:
         raise VerifyFailed(
-            f"{len(result.problems)} problems, first: {result.problems[0]}",
+            f"{len(result.problems):,} problem{'s' if len(result.problems) != 1 else ''}, first: {result.problems[0]}",
             where=str(folder),
             hint=f"moepress verify {folder}" + (f" --source {source}" if source else ""),
         )

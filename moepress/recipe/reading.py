@@ -144,7 +144,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _message(item: Mapping[str, Any]) -> str:
-    text = str(item["msg"]).removeprefix("Value error, ")
+    text = str(item["msg"]).removeprefix("Value error, ").replace("Input should be ", "must be ")
     if item["type"] == "extra_forbidden":
         return f"no such field; {_advice(item['loc'])}"
     if item["type"] == "missing":

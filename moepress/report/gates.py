@@ -98,7 +98,9 @@ def _verify(output: PressedOutput) -> Gate:
         run = shlex.join(["moepress", "verify", str(output.folder), "--source", output.source_words])
         return Gate("verify", name, "not run", run)
     if found["problems"]:
-        return Gate("verify", name, "failed", f"{len(found['problems']):,} problems, first: {found['problems'][0]}")
+        count = len(found["problems"])
+        what = f"{count:,} problem{'s' if count != 1 else ''}, first: {found['problems'][0]}"
+        return Gate("verify", name, "failed", what)
     if found.get("source") is None:
         return Gate("verify", name, "not judged", "consistent in itself; not compared with its source")
     return Gate("verify", name, "passed", f"{found['tensors']:,} tensors agree with {found['source']}")
@@ -114,7 +116,12 @@ def _of_command(output: PressedOutput, command: str, name: str, run: str) -> lis
             str(gate["gate"]),
             gate["verdict"],
             str(gate.get("reason") or ""),
-            tuple((label, figure_text(value)) for label, value in (gate.get("numbers") or {}).items()),
+            tuple(
+                (label, figure_text(value))
+                for label, value in (gate.get("numbers") or {}).items()
+                # what was not judged without a GPU is a stand-in's speed or memory: no figure for a page or a card
+                if label == "bound" or not (found.get("smoke") and gate["verdict"] == "not judged")
+            ),
         )
         for gate in found.get("gates") or ()
     ]

@@ -63,5 +63,5 @@ def gpu_of(size: int, fraction: float, kv_dtype: str) -> Gpu:
         ValueError: another dtype than ``bf16`` or ``fp8``.
     """
     if kv_dtype not in ("bf16", "fp8"):
-        raise ValueError(f"kv dtype {kv_dtype!r} is neither bf16 nor fp8")
+        raise ValueError(f"{kv_dtype!r} is not one of bf16, fp8")
     return Gpu(size, fraction, cast(KvDtype, kv_dtype))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moepress.convert.journal import STATE_FOLDER, read_json
+from moepress.convert.made_from import recorded_source, refuse_two_models
 from moepress.convert.receipts import weight_records
 from moepress.errors import MoepressError
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
@@ -37,7 +37,7 @@ class PressedOutput:
         checkpoint: the output's headers and configuration.
         inspection: what it holds.
         source: where the source was, as convert was told; None when the plan is gone.
-        source_checkpoint: the source's headers; None when it is not there (any more).
+        source_checkpoint: the source's headers; None when it is not there (any more), or another model lies there.
         source_problem: why not, in words; empty when it is there.
         results: by command, those of this conversion.
         stale: commands whose results are of an earlier one.
@@ -76,16 +76,15 @@ def read_pressed_output(folder: Path, *, source: str | None = None) -> PressedOu
         source: where the source is now; None = where it was when the output was made.
 
     Raises:
-        MoepressError: not a finished conversion, or its state files are damaged.
+        MoepressError: not a finished conversion, its state files are damaged, or ``source`` is another model.
     """
     digest = output_digest(folder)
     report = _report(folder)
     recipe = Recipe.model_validate(report["recipe"])
     checkpoint = open_checkpoint(folder)
     family = identify_family(checkpoint.config)
-    plan = folder / STATE_FOLDER / "plan.json"
-    place = source or (str(read_json(plan)["source"]) if plan.exists() else None)
-    source_checkpoint, problem = _open_source(place, named=source is not None)
+    place = source or recorded_source(folder)
+    source_checkpoint, problem = _open_source(place, checkpoint, named=source is not None)
     fresh, stale = read_results(folder)
     return PressedOutput(
         folder=folder,
@@ -116,12 +115,14 @@ def _report(folder: Path) -> dict[str, Any]:
     return dict(report)
 
 
-def _open_source(place: str | None, *, named: bool) -> tuple[Checkpoint | None, str]:
-    """The source's headers; a source that was named on the command line has to be there."""
+def _open_source(place: str | None, output: Checkpoint, *, named: bool) -> tuple[Checkpoint | None, str]:
+    """The source's headers; a source that was named on the command line has to be there, and of this model."""
     if place is None:
         return None, "where it was is not recorded in this copy; name it with --source"
     try:
-        return open_checkpoint(place), ""
+        source = open_checkpoint(place)
+        refuse_two_models(output, source, option="--source")
+        return source, ""
     except MoepressError as error:
         if named:
             raise

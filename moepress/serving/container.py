@@ -21,6 +21,7 @@ from moepress.serving import keeper
 from moepress.serving.launch import Launch
 
 PYTHON = "python3"
+_EXAMPLE = "for example 'docker run --rm -i --gpus all --network host --ipc host {mounts} lmsysorg/sglang:v0.5.23'"
 _GRACE_S = 15.0
 
 
@@ -33,9 +34,11 @@ def container_words(text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise ServingError(f"not a command line: {error}", where="--container") from error
+        raise ServingError(f"not a command line: {error}", where="--container", hint=_EXAMPLE) from error
     if not words or shutil.which(words[0]) is None:
-        raise ServingError(f"there is no program {words[0] if words else ''!r}", where="--container")
+        raise ServingError(
+            f"there is no program {words[0] if words else ''!r} here", where="--container", hint=_EXAMPLE
+        )
     return words
 
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moepress.environments import command
+
 
 class Cause(StrEnum):
     """What kind of thing went wrong: decides the hint, and whether the checkpoint or the machine is to blame."""
@@ -53,12 +55,12 @@ _TABLE: Sequence[tuple[Cause, str, str]] = (
     (
         Cause.WRONG_VERSION,
         r"moepress CPU lab: (made for|this process)",
-        "run it in the environment that `make sglang-cpu` builds, or without the CPU lab",
+        f"run it in the environment that {command('sglang-cpu')} makes, or without the CPU lab",
     ),
     (
         Cause.NOT_GUARDED,
         r"moepress KV integrity: (made for|refused)",
-        "start without what it names, or without KV integrity (docs/concepts/kv-integrity.md)",
+        "start without what it names, or without KV integrity (in the documentation: KV-cache page integrity)",
     ),
     (
         Cause.OUT_OF_MEMORY,

@@ -47,7 +47,7 @@ def kv_dtype_name(word: str, *, where: str = "--kv-dtype") -> KvDtypeName:
         PlanRefused: none that both servers can be given.
     """
     if word not in _NAMES:
-        raise PlanRefused(f"KV dtype {word!r} is none of {', '.join(_NAMES)}", where=where)
+        raise PlanRefused(f"{word!r} is not one of {', '.join(_NAMES)}", where=where)
     return _NAMES[word]
 
 

@@ -124,7 +124,9 @@ def sglang_launch(
     """
     options = options or ServeOptions()
     if cpu_lab and options.tensor_parallel != 1:
-        raise ServingError("the CPU lab runs one rank only", where=f"tensor_parallel={options.tensor_parallel}")
+        raise ServingError(
+            "the CPU lab runs one rank only", where=f"tensor_parallel={options.tensor_parallel}", hint="leave --tp out"
+        )
     flags = [
         *("--model-path", str(model)),
         *("--host", host),

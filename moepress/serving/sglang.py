@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from moepress.environments import command
 from moepress.errors import ServerDied, ServingError
 from moepress.serving import keeper
 from moepress.serving.client import SGLangClient
@@ -67,7 +68,10 @@ def find_environment(python: str | Path | None = None) -> Environment:
     """
     named = str(python or os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON)
     found = shutil.which(named)
-    hint = f"`make sglang-cpu` builds one; or name one with --sglang-python or {PYTHON_VARIABLE}"
+    hint = (
+        f"without a GPU: {command('sglang-cpu')} makes one; with a GPU: install SGLang into an environment of its own, and "
+        f"name its Python with --sglang-python or {PYTHON_VARIABLE}"
+    )
     if found is None:
         raise ServingError("no Python with SGLang found", where=named, hint=hint)
     try:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from moepress.errors import CheckpointError
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import Family, classify, identify_family
+from moepress.formats.same_model import two_models
 from moepress.formats.storage import StoredWeight, resolve_storage
 from moepress.verify.census import check_census, check_uniform_experts
 from moepress.verify.configuration import check_configuration
@@ -20,6 +21,7 @@ from moepress.verify.files import REPORT, OutputFiles, check_checksums, check_si
 from moepress.verify.findings import Findings
 from moepress.verify.kv import check_kv, recorded_contract
 from moepress.verify.kv_pair import kv_differences
+from moepress.verify.other_source import refuse_another_model, refuse_other_numbers
 from moepress.verify.tensors import WeightCheck, check_alone
 
 
@@ -73,8 +75,8 @@ def verify(
         threads: weights compared at the same time.
 
     Raises:
-        CheckpointError: there is no such folder, or the source itself is unusable. Whatever is wrong with the output is
-            a problem in the result instead.
+        CheckpointError: there is no such folder, or the source is unusable or another model. Whatever is wrong with the
+            output is a problem in the result instead.
     """
     started = time.monotonic()
     watcher = watcher or Silent()
@@ -88,6 +90,8 @@ def verify(
     with findings.examining(str(out)):
         output = read_output(out, findings)
     checked: list[str] = []
+    if output is not None and checkpoint is not None:
+        refuse_another_model(output, checkpoint)
     if output is not None:
         checked += _check(output, checkpoint, findings, threads or os.cpu_count() or 1, watcher)
         if same_kv_as is not None:
@@ -114,6 +118,9 @@ def _check(
         family = _family(output, findings)
         if family is None:
             return checked
+        storage = resolve_storage(source) if source is not None else {}
+        if source is not None and not len(findings):  # the output is as it was written: what differs is the source
+            refuse_other_numbers(output, source, storage, partial(_differs, output, source, storage, family))
         with findings.examining("config.json"):
             check_configuration(output, source, family, findings)
         carried = output.report.get("layout") == "source"
@@ -134,7 +141,6 @@ def _check(
             return checked
         check_side_files(output, source.folder, source.side_files, findings)
         checked.append(f"{len(source.side_files)} side files are the source's, byte for byte")
-        storage = resolve_storage(source)
         with findings.examining(REPORT):
             checked.append(_compare_weights(output, source, storage, family, findings, pool, watcher))
     return checked
@@ -178,6 +184,16 @@ def _compare_weights(
     return f"{len(storage) - packed:,} kept weights equal the source, folded KV scales aside{pressed}"
 
 
+def _differs(
+    output: OutputFiles, source: Checkpoint, storage: dict[str, StoredWeight], family: Family, stored: StoredWeight
+) -> bool:
+    """Whether one weight, looked at by itself, is not what the output was made from."""
+    findings = Findings()
+    with findings.examining(stored.name):
+        WeightCheck(output, source, storage, family, findings).check(stored)
+    return len(findings) > 0
+
+
 def _family(output: OutputFiles, findings: Findings) -> Family | None:
     """The family that config.json names, if every tensor is one of its; None and a finding otherwise."""
     with findings.examining("config.json"):
@@ -200,6 +216,9 @@ def _compare_kv(output: OutputFiles, same_kv_as: str | Path, findings: Findings)
     if contract is None:
         return []
     other = open_checkpoint(same_kv_as)
-    for difference in kv_differences(mine, other, contract.kv_scales, names=(str(output.folder), str(same_kv_as))):
+    names = (str(output.folder), str(same_kv_as))
+    if problem := two_models(mine.config, other.config, names=names):
+        raise CheckpointError(problem, where="--same-kv-as", hint="both sides of a pair come from one source")
+    for difference in kv_differences(mine, other, contract.kv_scales, names=names):
         findings.problem(difference.where, difference.what)
     return [f"KV cache: every layer holds what it holds in {same_kv_as}"]

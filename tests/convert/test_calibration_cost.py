@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from moepress.calibration.memory import available_memory
-from moepress.convert.forecast.calibration_cost import PROCESS_BYTES, calibration_cost, operations
+from moepress.convert.forecast.calibration_cost import PROCESS_BYTES, calibration_cost, operations, timed
+from moepress.convert.plan import make_plan
+from moepress.formats.checkpoint import open_checkpoint
 from moepress.recipe import load_recipe
 from tests.pressing import recipe_for
 from tests.tiny_checkpoints import build
@@ -82,6 +84,21 @@ def test_operations_follow_the_recipe() -> None:
     assert of("calibration.error_aware=false") < of()
     assert of("calibration.samples=256") > of()
     assert operations(config, load_recipe("kimi-k2", ["weights.algorithm=awq"])).gptq == 0
+
+
+def test_seconds_are_measured_or_said_to_be_few(tmp_path: Path) -> None:
+    """A small model's calibration may be half a minute on two processors: nobody is left without a word about time."""
+    checkpoint = open_checkpoint(build("kimi", tmp_path / "src").folder)
+    shown = {}
+    for samples in (4, 512):
+        recipe = recipe_for("kimi", "weights.algorithm=gptq", f"calibration.samples={samples}")
+        plan = make_plan(checkpoint, recipe, calibration="0" * 64)
+        cost = timed(calibration_cost(checkpoint.config, recipe, available=64 << 30), checkpoint, plan)
+        shown[samples] = (cost.seconds, cost.lines()[0])
+    assert shown[4][0] is None
+    assert shown[4][1].endswith("seconds of work: less than it takes to measure how many")
+    assert (shown[512][0] or 0) > 0
+    assert shown[512][1].endswith("here (from rates measured now)")
 
 
 @pytest.mark.parametrize("family", ["kimi", "glm4", "glm5", "deepseek_v32", "qwen3_moe"])

@@ -77,7 +77,7 @@ def test_an_unknown_family_lists_the_known_ones_and_how_to_add_one() -> None:
     assert "'llama'" in error.value.what
     for family in FAMILIES:
         assert all(model_type in error.value.what for model_type in family.model_types)
-    assert "add-a-family.md" in str(error.value.hint)
+    assert "the guide Add a family" in str(error.value.hint)
     with pytest.raises(CheckpointError, match="unknown model family"):
         identify_family({})
 

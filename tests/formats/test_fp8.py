@@ -133,7 +133,7 @@ def test_a_band_of_rows_equals_the_rows_of_the_whole() -> None:
     for first, last in [(0, 300), (0, 1), (127, 129), (130, 131), (256, 300), (70, 70)]:
         band = decode_fp8(codes[first:last], scale, block=(128, 128), first_row=first, rows=300)
         assert torch.equal(band, whole[first:last])
-    with pytest.raises(FormatError, match="rows 290 to 310 of a weight that has 300"):
+    with pytest.raises(FormatError, match="rows 290 to 310 were asked for of a weight that has 300"):
         decode_fp8(finite_codes(20, 200), scale, block=(128, 128), first_row=290, rows=300)
 
 

@@ -145,6 +145,8 @@ def test_from_hub_to_hub(filled: LocalHub, tmp_path: Path) -> None:
         assert str(tmp_path).encode() not in file.data, name
     again = moepress(filled, tmp_path, *words)
     assert again.stderr.count("passed before") == 5
+    assert "[green]" not in again.stdout, "markup that nobody rendered"
+    assert "verify    passed" in again.stdout
 
 
 @pytest.mark.slow
@@ -181,7 +183,7 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(filled: LocalHub, mo
     done = typed(filled, *words, *skips, code=2)
     assert "not logged in" in done.stderr
     done = typed(filled, *words, "--skip", "verify", code=2)
-    assert "'verify' cannot be left out" in done.stderr
+    assert "'verify' cannot be skipped" in done.stderr
     done = typed(filled, *words, "--skip", "validate", "--stream", "--delete-source", code=2)
     assert "evaluate asks the source too" in done.stderr
     assert filled.log == []

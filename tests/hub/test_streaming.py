@@ -176,7 +176,7 @@ def test_a_disk_that_is_too_small_is_seen_before(
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("moepress.convert.streaming.shutil.disk_usage", lambda _: usage(10, 9, 70 << 20))
-    monkeypatch.setattr("moepress.convert.run.check_disk", lambda *_, **__: None)
+    monkeypatch.setattr("moepress.convert.prepare.check_disk", lambda *_, **__: None)
     monkeypatch.setattr("moepress.convert.streaming.SLACK_BYTES", (70 << 20) - 1000)
     with pytest.raises(PlanRefused, match="source shards and output together need"):
         stream(tmp_path / "out", tmp_path / "arrived", *ONE_PASS)

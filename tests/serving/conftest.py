@@ -18,7 +18,7 @@ def sglang_python() -> Path:
     named = os.environ.get(PYTHON_VARIABLE)
     checkout = Path(__file__).parents[2] / DEFAULT_PYTHON
     if named is None and not checkout.exists():
-        pytest.skip(f"no SGLang: `make sglang-cpu` builds {DEFAULT_PYTHON}, or name a Python in {PYTHON_VARIABLE}")
+        pytest.skip(f"no SGLang: `make sglang-cpu` makes {DEFAULT_PYTHON}, or name a Python in {PYTHON_VARIABLE}")
     try:
         environment = find_environment(named or checkout)
     except ServingError as error:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moepress.calibration.memory import FLOAT32, STORED_BYTES, MemoryNeed, dense_at_once, memory_need
+from moepress.convert.forecast.estimate import about
 from moepress.convert.kv.plan import emission_for
 from moepress.formats.architecture import expected_weights
 from moepress.formats.families import Component, Family, expert_count, identify_family, text_config
@@ -43,8 +44,8 @@ PROCESS_BYTES = 800 << 20
 LABELS_PER_COLUMN = 8
 """Labels drawn for every column of a layer's Fisher matrix, at least (`calibration.loss: kl`)."""
 
-WORTH_A_PROBE = 2e12
-"""Operations below which calibration takes less than a minute anywhere, and nobody has to be told how long."""
+WORTH_A_PROBE = 1e11
+"""Operations below which calibration takes a few seconds on any machine: about what measuring its rates takes."""
 
 _DENSE = (Component.ATTENTION, Component.INDEXER, Component.SHARED_EXPERT, Component.DENSE_MLP, Component.ROUTER)
 
@@ -89,7 +90,9 @@ class CalibrationCost:
             text += f", {self.scratch / gib:,.2f} GiB of scratch files"
         text += f", {_operations(self.operations.total)} operations"
         if self.seconds is not None:
-            text += f", about {_duration(self.seconds)} here (from rates measured now)"
+            text += f", {about(self.seconds)} here (from rates measured now)"
+        elif self.operations.total < WORTH_A_PROBE:
+            text += ", seconds of work: less than it takes to measure how many"
         found = [text]
         if self.memory > self.available:
             found.append(
@@ -301,9 +304,3 @@ def _operations(count: float) -> str:
         if count >= scale:
             return f"{count / scale:,.1f} {unit}"
     return f"{count:,.0f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -29,6 +29,15 @@ class DiskNeed:
     folder: Path
 
 
+def about(seconds: float) -> str:
+    """An estimate of a time for people, no finer than it can be: ``about 40 s``, ``about 12 min``, ``about 3.5 h``."""
+    if seconds < 1:
+        return "less than a second"
+    if seconds < 90:
+        return f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+
+
 def disk_need(plan: ConversionPlan, out: Path, *, finished: set[str] | frozenset[str] = frozenset()) -> DiskNeed:
     """Space for the shards that are not finished yet, in the file system that will hold ``out``."""
     folder = out.absolute()
@@ -80,7 +89,7 @@ class TimeEstimate:
     @property
     def bound_by(self) -> str:
         """What the time is spent on."""
-        return "pressing (processors)" if self.press_rate < self.write_rate * 2 else "the disk"
+        return "the processors" if self.press_rate < self.write_rate * 2 else "the disk"
 
 
 def estimate_time(plan: ConversionPlan, out: Path, *, threads: int | None = None, budget: float = 1.5) -> TimeEstimate:

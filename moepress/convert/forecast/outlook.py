@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from moepress.calibration.memory import available_memory
-from moepress.convert.calibrated.samples import calibration_samples
 from moepress.convert.forecast.calibration_cost import CalibrationCost, calibration_cost, timed
-from moepress.convert.forecast.estimate import DiskNeed, TimeEstimate, check_disk, disk_need, estimate_time
+from moepress.convert.forecast.estimate import DiskNeed, TimeEstimate, about, disk_need, estimate_time
 from moepress.convert.forecast.machines import PaperTime, paper_time
-from moepress.convert.journal import Journal
-from moepress.convert.kv.plan import reads_calibration_text
-from moepress.convert.kv.taken import take_scales
-from moepress.convert.plan import ConversionPlan, check_parallel, make_plan, pressed_specs
+from moepress.convert.plan import ConversionPlan, check_parallel, pressed_specs
+from moepress.convert.prepare import prepare
 from moepress.errors import CheckpointError, PlanRefused
 from moepress.formats.architecture import expected_weights
 from moepress.formats.families import identify_family
@@ -65,6 +62,8 @@ class Outlook:
     calibration: CalibrationCost | None
     warnings: tuple[str, ...]
     paper: tuple[PaperTime, ...] = ()
+    finished: int = 0
+    """Shards that an earlier run of the same conversion left in the output folder."""
 
     def rows(self) -> list[tuple[str, int, int, bool]]:
         """Label, source, pressed, and whether these are bytes."""
@@ -85,15 +84,17 @@ class Outlook:
             text.append("neither fits: use more GPUs or smaller weights")
         if self.plan is not None:
             text.append(f"output: {len(self.plan.shards)} shards, layout {self.plan.layout}")
+            if self.finished:
+                text.append(f"{self.finished} of them are finished there: convert goes on from there")
             text += self.plan.kv.lines(own_pass=not self.plan.recipe.calibrated)
         if self.disk is not None:
             text.append(
                 f"disk: {self.disk.needed / GIB:,.2f} GiB needed, {self.disk.free / GIB:,.2f} GiB free in {self.disk.folder}"
             )
         if self.time is not None:
-            what = "pressing here, without the calibration" if self.calibration is not None else "time here"
+            what = "time here without the calibration" if self.calibration is not None else "time here"
             text.append(
-                f"{what}: about {_duration(self.time.seconds)} on {self.time.threads} threads (measured: pressing "
+                f"{what}: {about(self.time.seconds)} on {self.time.threads} threads (measured: pressing "
                 f"{self.time.press_rate / 1e9:.2f} GB/s, writing {self.time.write_rate / 1e9:.2f} GB/s; "
                 f"limited by {self.time.bound_by})"
             )
@@ -116,6 +117,7 @@ class Outlook:
         }
         if self.plan is not None:
             data["plan"] = self.plan.as_json()
+            data["finished_shards"] = self.finished
         if self.disk is not None:
             data["disk"] = {"needed": self.disk.needed, "free": self.disk.free, "folder": str(self.disk.folder)}
         if self.time is not None:
@@ -154,8 +156,8 @@ def outlook(
         CheckpointError, FormatError, PlanRefused: whatever would stop the conversion.
     """
     if kv_dtype not in ("bf16", "fp8"):
-        raise PlanRefused(f"kv dtype {kv_dtype!r} is neither bf16 nor fp8", where="--kv-dtype")
-    plan, disk, time, checkpoint = None, None, None, None
+        raise PlanRefused(f"{kv_dtype!r} is not one of bf16, fp8", where="--kv-dtype")
+    plan, disk, time, checkpoint, finished = None, None, None, None, set[str]()
     path = Path(source)
     if path.is_file():
         if same_kv_as is not None:
@@ -169,18 +171,10 @@ def outlook(
         on_hub = hub_address(source) is not None
         checkpoint = open_source(source, side_files=on_hub)
         config = checkpoint.config
-        taken = take_scales(same_kv_as, checkpoint) if same_kv_as is not None else None
-        samples = (
-            calibration_samples(checkpoint, recipe, trust_remote_code=trust_remote_code)
-            if reads_calibration_text(identify_family(config), recipe, taken)
-            else None
-        )
-        calibration = samples.token_sha256 if samples is not None else None
-        plan = make_plan(checkpoint, recipe, calibration=calibration, taken=taken)
         target = out or Path("moepress-output")
-        Journal(target, plan).check()
-        disk = disk_need(plan, target)
-        check_disk(plan, target)
+        prepared = prepare(checkpoint, target, recipe, same_kv_as=same_kv_as, trust_remote_code=trust_remote_code)
+        plan, finished = prepared.plan, set(prepared.done)
+        disk = disk_need(plan, target, finished=finished)
         warnings = plan.warnings
         if on_hub:  # no tensors are here to measure with
             warnings += ("the source is on the Hub: time is not estimated, and the download comes on top",)
@@ -216,20 +210,18 @@ def outlook(
         calibration=cost,
         warnings=warnings,
         paper=tuple(paper_time(config, recipe, name) for name in machines),
+        finished=len(finished),
     )
+
+
+_SOURCES = "name a checkpoint's folder, org/name on the Hub, or a config.json alone"
 
 
 def _config(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read as a configuration: {error}", where=str(path)) from error
+        raise CheckpointError(f"the file is no configuration: {error}", where=str(path), hint=_SOURCES) from error
     if not isinstance(data, dict):
-        raise CheckpointError("is not a JSON object", where=str(path))
+        raise CheckpointError("the file is no configuration: it is not a JSON object", where=str(path), hint=_SOURCES)
     return data
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

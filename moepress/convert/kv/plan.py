@@ -94,7 +94,7 @@ def emission_for(recipe: Recipe, contract: Contract, taken: TakenScales | None =
     if taken is not None:
         if wish not in ("auto", taken.emission):
             raise PlanRefused(
-                f"kv_cache.scales is {wish}, and {taken.place} has them {taken.emission}",
+                f"the recipe wants KV scales that are {wish}, and those of {taken.place} are {taken.emission}",
                 where=OPTION,
                 hint=f"--set kv_cache.scales={taken.emission}",
             )

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moepress.calibration.text import default_documents
+from moepress.convert.made_from import refuse_two_models
 from moepress.errors import CheckpointError, PlanRefused, ServerDied, ServingError
 from moepress.formats.checkpoint import Checkpoint, open_checkpoint
 from moepress.formats.families import identify_family, text_config
@@ -56,7 +57,8 @@ def validate(request: Request, watcher: Watcher | None = None) -> Validation:
     """Run it.
 
     Raises:
-        CheckpointError, PlanRefused: checkpoints, prompts or a server version that cannot be worked with.
+        CheckpointError, PlanRefused: checkpoints, prompts or a server version that cannot be worked with; a baseline
+            that is another model.
         ServingError: the candidate's server could not be started for a reason that is not the checkpoint's, or failed
             while it was measured.
     """
@@ -70,6 +72,8 @@ class _Run:
         self.machine = this_machine()
         self.candidate = open_checkpoint(request.out)
         self.source = None if request.baseline is None else open_checkpoint(request.baseline)
+        if self.source is not None:
+            refuse_two_models(self.candidate, self.source, option="--baseline")
         self.contract = _contract(request.version, self.candidate)
         self.inert = self.contract.kv_scales.names if self.contract.kv_scales.effect == "inert" else ()
         self.side = self._side("candidate", request.out, request.url, self.contract)

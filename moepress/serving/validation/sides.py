@@ -196,7 +196,9 @@ class Stage:
     def _boot(self, side: Side) -> SGLangServer:
         host = self._host
         if host is None:
-            raise ServingError(f"no SGLang to boot the {side.name} with", hint="name one with --sglang-python")
+            raise ServingError(
+                f"there is no SGLang here to boot the {side.name} with", hint="name one: --sglang-python PATH"
+            )
         number = len(side.boots) + 1
         reports = self._work / f"{side.name}-{number}-loaded"
         shutil.rmtree(reports, ignore_errors=True)

@@ -40,7 +40,7 @@ def register() -> None:
     if sglang.__version__ != SGLANG_VERSION:
         sys.exit(
             f"moepress CPU lab: made for sglang {SGLANG_VERSION}, this is {sglang.__version__}. "
-            "Take the lab's folder off PYTHONPATH, or install the pinned version (make sglang-cpu)."
+            "Take the lab's folder off PYTHONPATH, or install the pinned version (python -m moepress.environments sglang-cpu)."
         )
     if torch.cuda.is_available():
         sys.exit(
