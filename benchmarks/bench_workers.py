@@ -58,6 +58,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--products", type=int, default=1500)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="of the runs, for example: --only '1 worker' '2 workers'"
+    )
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     parameters = build(folder / "source", layers=arguments.layers, experts=arguments.experts)
@@ -83,20 +86,19 @@ def main() -> None:
     def products(processes: int) -> Cost:
         return run([sys.executable, str(script), str(processes), str(arguments.products)], env=environment)
 
-    costs = interleaved(
-        arguments.rounds,
-        {
-            "in process": lambda: conversion("in process"),
-            "1 worker": lambda: conversion("1 worker", "--workers", "1"),
-            "2 workers": lambda: conversion("2 workers", "--workers", "2"),
-            "4 workers": lambda: conversion("4 workers", "--workers", "4"),
-            "products, 1": lambda: products(1),
-            "products, 2": lambda: products(2),
-        },
-    )
-    medians = summary(costs)
+    runs = {
+        "in process": lambda: conversion("in process"),
+        "1 worker": lambda: conversion("1 worker", "--workers", "1"),
+        "2 workers": lambda: conversion("2 workers", "--workers", "2"),
+        "4 workers": lambda: conversion("4 workers", "--workers", "4"),
+        "products, 1": lambda: products(1),
+        "products, 2": lambda: products(2),
+    }
+    medians = summary(interleaved(arguments.rounds, {name: runs[name] for name in arguments.only or runs}))
 
-    def speedup(one: str, two: str) -> float:
+    def speedup(one: str, two: str) -> float | None:
+        if not {one, two} <= medians.keys():
+            return None
         seconds = [float(medians[name]["wall_median"]) for name in (one, two)]
         return round(seconds[0] / seconds[1], 2)
 
