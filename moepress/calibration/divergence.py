@@ -105,7 +105,7 @@ def compare_streams(
         for sample, length in enumerate(source.lengths.tolist())
         for start in range(0, length, ROWS)
     ]
-    for found in side_by_side(torch.no_grad()(one), parts, heads_at_once(source_head.device)):
+    for found in side_by_side(one, parts, heads_at_once(source_head.device)):
         sums.join(found)
     return sums.finished()
 

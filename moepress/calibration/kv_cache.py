@@ -269,7 +269,6 @@ def measure_cache(
     amax: dict[str, float] = {}
     everything: dict[str, _Counts] = {}
 
-    @torch.no_grad()
     def one(batch: tuple[int, int]) -> tuple[_Call, torch.Tensor | None]:
         call = _Call(stream.real(*batch), then_stop=samples is not None and batch[0] >= samples)
         with probe.watching(call), suppress(_SeenEnough):
@@ -326,7 +325,6 @@ class _Few:
         counts: dict[str, _Counts] = {}
         error = norm = 0.0
 
-        @torch.no_grad()
         def one(batch: tuple[int, int]) -> tuple[_Call, float, float]:
             exact = self._exact[batch]
             real = self._stream.real(*batch).to(exact.device)

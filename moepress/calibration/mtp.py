@@ -52,7 +52,6 @@ def mtp_stream(model: StreamedModel, index: int, token_ids: torch.Tensor, previo
     table = model.embedding()
     out = model.scratch.allocate((samples, length, hidden_size), settings.dtype)
 
-    @torch.no_grad()
     def one(batch: tuple[int, int]) -> None:
         embedded = settings.on_device(embed_tokens(following[slice(*batch)], table))
         hidden = settings.on_device(previous.hidden.read(*batch)[:, :-1])

@@ -33,10 +33,10 @@ from moepress.calibration.layer_runner import OpenLayer
 from moepress.calibration.stream import Stream
 from moepress.calibration.streamed_model import ROWS, StreamedModel, heads_at_once
 from moepress.errors import QuantizeError
-from moepress.quantize.hessian import add_gram, all_finite, mirror, panels
+from moepress.quantize.hessian import add_gram, add_side_by_side, all_finite, mirror
 from moepress.quantize.products import products_in
 from moepress.quantize.row_metric import swiglu_slopes
-from moepress.quantize.side_by_side import in_windows, side_by_side, width_on
+from moepress.quantize.side_by_side import in_windows, side_by_side
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,7 @@ def _fisher(index: int, gradient: Activations, model: StreamedModel) -> OutputFi
     samples, length, hidden = gradient.shape
     total = torch.zeros(hidden, hidden, device=model.settings.device)
     for start, stop in model.settings.batches(samples):
-        rows = gradient.read(start, stop).reshape(-1, hidden).to(total.device)
-        side_by_side(
-            lambda panel, rows=rows: add_gram(total, rows, only=(panel,)),  # type: ignore[misc]
-            panels(hidden),
-            width_on(total.device),
-        )
+        add_side_by_side(add_gram, total, gradient.read(start, stop).reshape(-1, hidden).to(total.device))
     if not all_finite(total):
         raise QuantizeError(f"layer {index}: the gradient of its output is not finite", where="output_fishers")
     mirror(total)

@@ -39,14 +39,17 @@ class RunSettings:
 
     def batches(self, samples: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of the batches that every pass over `samples` samples uses."""
-        for start in range(0, samples, self.batch_size):
-            yield start, min(start + self.batch_size, samples)
+        return _cut(samples, self.batch_size)
 
     def dense_batches(self, samples: int, length: int) -> list[tuple[int, int]]:
         """(start, stop) of the batches that go through the dense part of a layer: no larger than a thread needs them."""
-        size = dense_samples(self.batch_size, length)
-        return [(start, min(start + size, samples)) for start in range(0, samples, size)]
+        return list(_cut(samples, dense_samples(self.batch_size, length)))
 
     def on_device(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of activations, on the run's device and in its type."""
         return rows.to(self.device, self.dtype)
+
+
+def _cut(samples: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, samples, size):
+        yield start, min(start + size, samples)

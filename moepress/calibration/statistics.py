@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -36,7 +35,7 @@ from torch.nn import functional
 from moepress.calibration.expert_tap import RoutedTokens, expert_inner, sort_by_expert
 from moepress.calibration.layer_fill import ExpertBlock
 from moepress.errors import QuantizeError
-from moepress.quantize.hessian import add_gram, add_product, all_finite, mirror, panels
+from moepress.quantize.hessian import add_gram, add_product, add_side_by_side, all_finite, mirror, panels
 from moepress.quantize.row_metric import swiglu_slopes
 from moepress.quantize.side_by_side import side_by_side, width_on
 
@@ -205,18 +204,15 @@ def pooled_cross(routed: RoutedTokens, source: RoutedTokens, *, device: str = "c
     cross = torch.zeros(hidden, hidden, device=device)
     for start, stop in _chunks(len(routed)):
         ours, theirs = (of.inputs(start, stop).to(device) for of in (routed, source))
-        difference = _difference(theirs, ours)
-        side_by_side(partial(add_product, cross, difference, ours), panels(hidden), width_on(device))
+        add_side_by_side(add_product, cross, _difference(theirs, ours), ours)
     return cross
 
 
 def _pooled_gram(routed: RoutedTokens, only: Sequence[int] | None, device: str) -> torch.Tensor:
     hidden = routed.x.shape[1]
     gram = torch.zeros(hidden, hidden, device=device)
-    wanted = panels(hidden) if only is None else only
     for start, stop in _chunks(len(routed)):
-        x = routed.inputs(start, stop).to(device)
-        side_by_side(lambda panel, x=x: add_gram(gram, x, only=(panel,)), wanted, width_on(device))  # type: ignore[misc]
+        add_side_by_side(add_gram, gram, routed.inputs(start, stop).to(device), only=only)
     return gram
 
 
@@ -234,9 +230,10 @@ def finished_pool(tokens: int, gram: torch.Tensor, cross: torch.Tensor | None) -
     return PooledMoments(tokens, gram, cross)
 
 
-def _difference(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
-    """x − x̃, of the type that products take."""
-    return (theirs.float() - ours.float()).to(ours.dtype)
+def _difference(theirs: torch.Tensor, ours: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """x − x̃, each row times its weight if there are any, of the type that products take."""
+    difference = theirs.float() - ours.float()
+    return (difference if weight is None else difference * weight[:, None]).to(ours.dtype)
 
 
 class _Sums:
@@ -256,10 +253,7 @@ class _Sums:
         scaled = ours if weight is None else (ours * weight[:, None]).to(ours.dtype)
         add_gram(self._gram[slot], scaled)
         if self._cross is not None and theirs is not None:
-            difference = theirs.float() - ours.float()
-            difference = difference if weight is None else difference * weight[:, None]
-            for panel in panels(len(self._cross[slot])):
-                add_product(self._cross[slot], difference.to(ours.dtype), scaled, panel)
+            add_product(self._cross[slot], _difference(theirs, ours, weight), scaled)
 
     def finished(self, what: str) -> InputMoments:
         """The sums, after a look for NaN and infinity."""

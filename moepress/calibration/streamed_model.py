@@ -163,7 +163,6 @@ class StreamedModel:
         """An RMS norm of the family over a whole stream, in place. `name`: of its weight, as published."""
         norm, settings = self.norm(name), self.settings
 
-        @torch.no_grad()
         def one(batch: tuple[int, int]) -> None:
             stream.hidden.write(batch[0], norm(settings.on_device(stream.hidden.read(*batch))))
 

@@ -147,10 +147,10 @@ class RayExecutor:
         gram, cross = torch.zeros(hidden, hidden), None
         asked: list[Sequence[int]] = [*([] if source is None else [()]), *in_windows(panels(hidden), self._threads)]
         for some, made in in_order(self._workers, ask, asked, lambda _: f"layer {layer.index}, second moments"):
-            received = [receive(each) for each in made]
             if not some:
-                (cross,) = received
-            for panel, rows in zip(some, received if some else (), strict=True):
+                cross = receive(made[0])
+                continue
+            for panel, rows in zip(some, map(receive, made), strict=True):
                 gram[panel : panel + len(rows), panel:] = rows
         return finished_pool(len(ours), gram, cross)
 

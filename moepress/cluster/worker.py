@@ -141,9 +141,8 @@ class Worker(ShardWorker):
         if self._open is None or self._open.index != index:
             self._layer.close()
             if self._model is None:
-                beside = max(
-                    1, (os.cpu_count() or 1) // self.start.threads
-                )  # as many workers as the machine has room for
+                # as many workers as the machine has room for
+                beside = max(1, (os.cpu_count() or 1) // self.start.threads)
                 settings = run_settings(
                     self.start.checkpoint, self.start.plan, device=self.start.device, processes=beside
                 )

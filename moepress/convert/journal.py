@@ -161,14 +161,23 @@ class Journal:
         (self.receipts_folder / f"{shard_name}.json").unlink(missing_ok=True)
 
 
+def begun_plan(out: Path) -> dict[str, Any]:
+    """The plan that the folder was begun with, as it was kept; empty where nothing was begun, as in a published copy.
+
+    Raises:
+        ConvertError: it cannot be read.
+    """
+    path = out / STATE_FOLDER / "plan.json"
+    return read_json(path) if path.exists() else {}
+
+
 def begun_calibration(out: Path) -> str | None:
     """Digest of the calibration tokens that the folder was begun with; None where nothing was, or without any.
 
     Raises:
         ConvertError: its plan cannot be read.
     """
-    path = out / STATE_FOLDER / "plan.json"
-    found = read_json(path).get("calibration") if path.is_file() else None
+    found = begun_plan(out).get("calibration")
     return found if isinstance(found, str) else None
 
 

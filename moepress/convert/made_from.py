@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from moepress.convert.journal import STATE_FOLDER, read_json
+from moepress.convert.journal import begun_plan
 from moepress.errors import CheckpointError, MoepressError
 from moepress.formats.checkpoint import Checkpoint
 from moepress.formats.same_model import two_models
@@ -21,8 +21,8 @@ def recorded_source(out: Path) -> str | None:
     Raises:
         ConvertError: the plan cannot be read.
     """
-    plan = out / STATE_FOLDER / "plan.json"
-    return str(read_json(plan).get("source")) if plan.exists() else None
+    plan = begun_plan(out)
+    return str(plan.get("source")) if plan else None
 
 
 def refuse_two_models(output: Checkpoint, source: Checkpoint, *, option: str) -> None:

@@ -28,7 +28,7 @@ import torch
 from moepress.errors import QuantizeError
 from moepress.quantize.grid import Grid, Scale
 from moepress.quantize.rtn import rtn
-from moepress.quantize.side_by_side import side_by_side, width_on
+from moepress.quantize.side_by_side import one_blas_thread, side_by_side, width_on
 
 ALPHAS = tuple(step / 20 for step in range(20))
 ROWS_MEASURED = 512
@@ -171,7 +171,8 @@ def _search(
     magnitude: torch.Tensor, loss: Callable[[torch.Tensor], float], shape: Callable[[torch.Tensor], torch.Tensor]
 ) -> Smoothing:
     """The best α. ``shape`` makes scales of (m / sqrt(max m · min m))^α: inverts them, or rounds them."""
-    (identity,) = side_by_side(loss, [torch.ones_like(magnitude)])
+    with one_blas_thread():
+        identity = loss(torch.ones_like(magnitude))
     if not math.isfinite(identity):
         raise QuantizeError(
             f"the loss before any smoothing is {identity}: the calibration statistics or the weight are not finite",

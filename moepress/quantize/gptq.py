@@ -51,7 +51,7 @@ from moepress.quantize.products import exact_products
 from moepress.quantize.rounding_kernel import group_peaks, refuse_not_finite
 from moepress.quantize.rtn import measure, rtn
 from moepress.quantize.scale_search import search_scales
-from moepress.quantize.side_by_side import side_by_side, width
+from moepress.quantize.side_by_side import in_windows, side_by_side, width
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -181,8 +181,9 @@ def expert_by_expert(
         return outcome, measure(reference[e].contiguous(), codes[e], scales[e])
 
     done = []
-    for first in range(0, experts, at_once):  # all of one kind of product at a time: the switch is the process's
-        some = range(first, min(first + at_once, experts))
+    for some in in_windows(
+        range(experts), at_once
+    ):  # all of one kind of product at a time: the switch is the process's
         prepared = made_exactly(prepare, some, at_once)
         done += side_by_side(lambda each: one(*each), list(zip(some, prepared, strict=True)), at_once)
     fidelity = tuple(each for _, each in done)

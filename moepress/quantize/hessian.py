@@ -22,9 +22,11 @@ Sums are float32, and made by ``calibration.statistics``; the work of adding one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+from moepress.quantize.side_by_side import side_by_side, width_on
 
 _PANEL = 512
 
@@ -47,8 +49,7 @@ def add_gram(total: torch.Tensor, x: torch.Tensor, only: Sequence[int] | None = 
         x: float32 or bfloat16 [n, C].
         only: of `panels`; None = all.
     """
-    if x.dtype == torch.bfloat16 and not x.is_cuda:
-        x = x.float()
+    x = _multiplied(x)
     for first in panels(total.shape[0]) if only is None else only:
         rows, rest = total[first : first + _PANEL, first:], x[:, first:]
         if x.dtype == torch.bfloat16:
@@ -57,17 +58,33 @@ def add_gram(total: torch.Tensor, x: torch.Tensor, only: Sequence[int] | None = 
             rows.addmm_(x[:, first : first + _PANEL].t(), rest)
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, panel: int) -> None:
-    """A panel of total += aᵀ b, float32 [C, C] and two of float32 or bfloat16 [n, C]; BF16 as in `add_gram`.
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, only: Sequence[int] | None = None) -> None:
+    """total += aᵀ b, float32 [C, C] and two of float32 or bfloat16 [n, C]; ``only`` and BF16 as in `add_gram`."""
+    a, b = _multiplied(a), _multiplied(b)
+    for first in panels(total.shape[0]) if only is None else only:
+        rows, left = total[first : first + _PANEL], a[:, first : first + _PANEL]
+        if a.dtype == torch.bfloat16:
+            rows += torch.mm(left.t(), b, out_dtype=torch.float32)
+        else:
+            rows.addmm_(left.t(), b)
+
+
+def add_side_by_side(
+    add: Callable[..., None], total: torch.Tensor, *factors: torch.Tensor, only: Sequence[int] | None = None
+) -> None:
+    """`add_gram` or `add_product` of these factors, on a processor its panels side by side: the same bits.
 
     Args:
-        panel: one of `panels`.
+        only: of `panels`; None = all.
     """
-    rows, left = total[panel : panel + _PANEL], a[:, panel : panel + _PANEL]
-    if a.dtype == torch.bfloat16 and a.is_cuda:
-        rows += torch.mm(left.t(), b, out_dtype=torch.float32)
-    else:
-        rows.addmm_(left.float().t(), b.float())
+    wide = [_multiplied(factor) for factor in factors]  # once, not for every panel
+    wanted = panels(total.shape[0]) if only is None else only
+    side_by_side(lambda panel: add(total, *wide, only=(panel,)), wanted, width_on(total.device))
+
+
+def _multiplied(x: torch.Tensor) -> torch.Tensor:
+    """The type that x is multiplied in: BF16 is widened where no BF16 product gives its float32 sum."""
+    return x.float() if x.dtype == torch.bfloat16 and not x.is_cuda else x
 
 
 def mirror(total: torch.Tensor) -> None:

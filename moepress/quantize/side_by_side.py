@@ -76,7 +76,7 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item], thre
     """``[function(item) for item in items]``, several at a time.
 
     Args:
-        function: one problem; it may use torch and compiled kernels, and sees one BLAS thread.
+        function: one problem; it may use torch and compiled kernels, and sees one BLAS thread and the caller's grad mode.
         items: the problems.
         threads: how many at once; `width` when not given. Memory grows with it, results do not change.
 
@@ -87,7 +87,12 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item], thre
     with one_blas_thread():
         if min(at_once, len(items)) <= 1:
             return [function(item) for item in items]
-        pool = ThreadPoolExecutor(min(at_once, len(items)), thread_name_prefix="moepress-problem", initializer=_begin)
+        pool = ThreadPoolExecutor(
+            min(at_once, len(items)),
+            thread_name_prefix="moepress-problem",
+            initializer=_begin,
+            initargs=(torch.is_grad_enabled(),),
+        )
         with pool:
             return list(pool.map(function, items))
 
@@ -99,7 +104,9 @@ def in_windows(items: Sequence[Item], size: int | None = None) -> Iterator[Seque
         yield items[first : first + size]
 
 
-def _begin() -> None:
-    """In a thread that is new. oneDNN asks OpenMP how many threads there are, and torch tells it only when it is asked itself."""
+def _begin(grad: bool) -> None:
+    """In a thread that is new: its grad mode is torch's default and not its caller's, and oneDNN asks OpenMP how many threads
+    there are, which torch tells it only when it is asked itself."""
     _here.is_problem = True
+    torch.set_grad_enabled(grad)
     torch.get_num_threads()

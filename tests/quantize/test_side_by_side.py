@@ -41,6 +41,13 @@ def test_every_problem_sees_one_thread_and_torch_has_its_own_back_afterwards() -
     assert width() == 3
 
 
+def test_every_problem_has_the_grad_mode_of_its_caller() -> None:
+    """torch's is the thread's own, and a new thread's is on."""
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            assert side_by_side(lambda _: torch.is_grad_enabled(), range(4)) == [mode] * 4
+
+
 def test_problems_inside_a_problem_wait_for_each_other() -> None:
     """Threads of threads would be more than there are processors."""
 
